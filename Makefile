@@ -1,0 +1,57 @@
+# Each target installs what it needs, may be repeated, and then does only what has changed.
+TORCH ?= 2.11.0
+OFFLOAD_WERROR ?= OFF
+export TORCH OFFLOAD_WERROR
+
+# The virtual environment that tools/bootstrap makes for this torch.
+venv := $(if $(filter 2.11.0,$(TORCH)),.venv,.venv-$(TORCH))
+cxx_files = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
+
+# Keeps the source tree, which holds no built module, from hiding the installed package.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help bootstrap build demo test core-test sanitize gpu-check format lint clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
+	@echo "TORCH=2.15.0 make ... uses another torch, in a virtual environment and a build folder of its own."
+
+bootstrap: ## Install system packages, and torch and the tools into a virtual environment
+	@tools/bootstrap
+
+build: bootstrap ## Build the package and install it into the virtual environment
+	$(venv)/bin/python setup.py --quiet build_ext
+	$(venv)/bin/python -m pip install --quiet --no-build-isolation --no-deps .
+	@ln -sf build/torch-$(TORCH)*/compile_commands.json .
+
+demo: build ## Train a small network on the offload device
+	$(venv)/bin/python examples/digits.py
+
+test: core-test build ## Run all tests, C++ and Python
+	$(venv)/bin/pytest
+
+core-test: ## Build and test core alone: no torch, no Python
+	@tools/bootstrap system
+	tools/core_test
+
+sanitize: ## Run core's tests under the address, undefined-behaviour and thread sanitizers
+	@tools/bootstrap system
+	SANITIZE=address,undefined tools/core_test
+	SANITIZE=thread tools/core_test
+
+gpu-check: ## Build and run all tests on this machine's GPU
+	tools/gpu_check cpp py
+
+format: bootstrap ## Format all sources
+	$(venv)/bin/clang-format -i $(cxx_files)
+	$(venv)/bin/ruff check --fix
+	$(venv)/bin/ruff format
+
+lint: bootstrap ## Check the format, Python's rules and the layers
+	$(venv)/bin/clang-format --dry-run -Werror $(cxx_files)
+	$(venv)/bin/ruff check
+	$(venv)/bin/ruff format --check
+	$(venv)/bin/python tools/check_layers.py
+
+clean: ## Remove everything built, but not the virtual environments
+	rm -rf build dist *.egg-info compile_commands.json torch_offload/_C*.so .pytest_cache .ruff_cache .hypothesis
