@@ -1,0 +1,196 @@
+#include "core/link/cuda_link.h"
+
+#include "core/error.h"
+
+#include <cuda_runtime_api.h>
+
+namespace offload {
+namespace {
+
+// Clears the error so that the next CUDA call of the process doesn't report ours.
+void check(cudaError_t code, const char* what) {
+  if (code == cudaSuccess) return;
+  (void)cudaGetLastError();
+  throw Error(std::string("offload: CUDA failed to ") + what + ": " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) +
+              ").");
+}
+
+cudaStream_t native(Stream stream) {
+  return static_cast<cudaStream_t>(stream.handle);
+}
+
+cudaEvent_t native(Event event) {
+  return static_cast<cudaEvent_t>(event);
+}
+
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) {
+    check(cudaGetDevice(&previous_), "read the current device");
+    if (previous_ != device) check(cudaSetDevice(device), "select a device");
+    changed_ = previous_ != device;
+  }
+  ~DeviceScope() {
+    if (changed_) (void)cudaSetDevice(previous_);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+// A capture elsewhere in the process forbids some calls to every thread that doesn't say that it knows what it does.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() {
+    (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~RelaxedCapture() {
+    (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+class CudaLink final : public Link {
+ public:
+  explicit CudaLink(std::unique_ptr<DeviceMemory> memory) : memory_(std::move(memory)) {
+    check(cudaGetDeviceCount(&devices_), "count the devices");
+  }
+
+  int deviceCount() const override {
+    return devices_;
+  }
+
+  std::string name() const override {
+    return "cuda";
+  }
+
+  Stream createStream(int device) override {
+    RelaxedCapture relaxed;
+    DeviceScope scope(device);
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "create a stream");
+    return {device, stream};
+  }
+
+  void destroyStream(Stream stream) noexcept override {
+    (void)cudaStreamDestroy(native(stream));
+  }
+
+  Event createEvent(int device) override {
+    RelaxedCapture relaxed;
+    DeviceScope scope(device);
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "create an event");
+    return event;
+  }
+
+  void destroyEvent(Event event) noexcept override {
+    (void)cudaEventDestroy(native(event));
+  }
+
+  void record(Event event, Stream stream) override {
+    DeviceScope scope(stream.device);
+    check(cudaEventRecord(native(event), native(stream)), "record an event");
+  }
+
+  void wait(Stream stream, Event event) override {
+    DeviceScope scope(stream.device);
+    check(cudaStreamWaitEvent(native(stream), native(event), 0), "make a stream wait");
+  }
+
+  bool query(Event event) override {
+    RelaxedCapture relaxed;
+    const cudaError_t code = cudaEventQuery(native(event));
+    if (code == cudaErrorNotReady) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    check(code, "query an event");
+    return true;
+  }
+
+  void synchronize(Event event) override {
+    RelaxedCapture relaxed;
+    check(cudaEventSynchronize(native(event)), "wait for a copy");
+  }
+
+  void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override {
+    DeviceScope scope(stream.device);
+    check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, native(stream)), "copy to the device");
+  }
+
+  void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override {
+    DeviceScope scope(stream.device);
+    check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, native(stream)), "copy to the host");
+  }
+
+  void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) override {
+    DeviceScope scope(stream.device);
+    check(cudaMemsetAsync(device, value, bytes, native(stream)), "fill device memory");
+  }
+
+  void launchHost(std::function<void()> task, Stream stream) override {
+    DeviceScope scope(stream.device);
+    auto run = [](void* argument) {
+      std::unique_ptr<std::function<void()>> owned(static_cast<std::function<void()>*>(argument));
+      (*owned)();
+    };
+    auto owned = std::make_unique<std::function<void()>>(std::move(task));
+    check(cudaLaunchHostFunc(native(stream), run, owned.get()), "launch a host task");
+    (void)owned.release();
+  }
+
+  bool registerHost(void* host, std::size_t bytes) override {
+    RelaxedCapture relaxed;
+    if (cudaHostRegister(host, bytes, cudaHostRegisterPortable) == cudaSuccess) return true;
+    (void)cudaGetLastError();
+    return false;
+  }
+
+  void unregisterHost(void* host, std::size_t /*bytes*/) noexcept override {
+    RelaxedCapture relaxed;
+    if (cudaHostUnregister(host) != cudaSuccess) (void)cudaGetLastError();
+  }
+
+  bool wantsRegistration() const override {
+    return true;
+  }
+
+  void* allocate(std::size_t bytes, Stream stream) override {
+    return memory_->allocate(bytes, stream);
+  }
+
+  void free(void* device, Stream stream) noexcept override {
+    memory_->free(device, stream);
+  }
+
+  bool capturing(Stream stream) override {
+    DeviceScope scope(stream.device);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    // Asking about the legacy stream while another stream is being captured is itself an error; that one isn't captured.
+    if (cudaStreamIsCapturing(native(stream), &status) != cudaSuccess) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+ private:
+  std::unique_ptr<DeviceMemory> memory_;
+  int devices_ = 0;
+};
+
+} // namespace
+
+std::unique_ptr<Link> makeCudaLink(std::unique_ptr<DeviceMemory> memory) {
+  return std::make_unique<CudaLink>(std::move(memory));
+}
+
+} // namespace offload

@@ -1,0 +1,75 @@
+// The one seam to hardware. Everything above it is portable and runs on the simulation in tests.
+//
+// Note [Link calls and locks]
+// A Link call may block, allocate, take the GIL (PyTorch's allocator records Python frames) or call back into this library
+// (PyTorch's free-memory callback). Therefore no lock of ours is held across any Link call.
+//
+// Note [Order]
+// Work on one stream runs in the order in which it was enqueued. Between streams only events give order. An event that was never
+// recorded counts as having happened. Recording again moves the event to the new place; waits enqueued before keep the old one.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+
+namespace offload {
+
+/// A stream of one device. A null handle names the device's default stream.
+struct Stream {
+  int device = 0;
+  void* handle = nullptr;
+
+  friend bool operator==(const Stream&, const Stream&) = default;
+};
+
+/// An event of one device; created and destroyed by the Link only.
+using Event = void*;
+
+enum class Access { Read, Write };
+
+class Link {
+ public:
+  virtual ~Link() = default;
+
+  virtual int deviceCount() const = 0;
+  virtual std::string name() const = 0;
+
+  virtual Stream createStream(int device) = 0;
+  virtual void destroyStream(Stream stream) noexcept = 0;
+
+  virtual Event createEvent(int device) = 0;
+  virtual void destroyEvent(Event event) noexcept = 0;
+  virtual void record(Event event, Stream stream) = 0;
+  /// Work enqueued on `stream` from now on runs after `event`. Never blocks the host.
+  virtual void wait(Stream stream, Event event) = 0;
+  virtual bool query(Event event) = 0;
+  /// Blocks the host until `event` has happened. Called through Token::wait() only, which lets go of the GIL.
+  virtual void synchronize(Event event) = 0;
+
+  virtual void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) = 0;
+  virtual void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) = 0;
+  /// Fills device bytes; used to poison what is free.
+  virtual void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) = 0;
+  /// Runs `task` on the host in stream order. It must not call the Link.
+  virtual void launchHost(std::function<void()> task, Stream stream) = 0;
+
+  /// Page-locks host memory for fast copies. Returns false, and leaves no error behind, when the system refuses.
+  virtual bool registerHost(void* host, std::size_t bytes) = 0;
+  virtual void unregisterHost(void* host, std::size_t bytes) noexcept = 0;
+  /// Whether host memory is worth registering at all (false in the simulation).
+  virtual bool wantsRegistration() const = 0;
+
+  /// Device memory whose next use must be on `stream`, or ordered after what is enqueued there now. Aligned to 256 bytes.
+  /// Throws OutOfMemory.
+  virtual void* allocate(std::size_t bytes, Stream stream) = 0;
+  /// Gives back memory of allocate(); what is enqueued on its stream by now may still use it.
+  virtual void free(void* device, Stream stream) noexcept = 0;
+
+  /// Whether work on `stream` is being captured into a graph rather than run.
+  virtual bool capturing(Stream stream) = 0;
+  /// Tells the simulation that the host reads or writes these bytes now; hardware has no use for it.
+  virtual void hostAccess(const void* /*host*/, std::size_t /*bytes*/, Access /*access*/) {}
+};
+
+} // namespace offload

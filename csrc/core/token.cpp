@@ -1,0 +1,105 @@
+#include "core/token.h"
+
+#include "core/host_wait.h"
+
+#include <unordered_map>
+
+namespace offload {
+
+struct EventPool::Shared {
+  explicit Shared(Link& l) : link(l) {}
+  Link& link;
+  std::mutex mutex;
+  bool closed = false;
+  std::unordered_map<int, std::vector<Event>> idle;
+};
+
+struct Token::Record {
+  Record(std::shared_ptr<EventPool::Shared> p, Stream s, Event e) : pool(std::move(p)), stream(s), event(e) {}
+  ~Record() {
+    // A recycled event may be recorded anew at once: waits enqueued before keep the old place (link.h, Note [Order]).
+    std::lock_guard lock(pool->mutex);
+    if (!pool->closed) pool->idle[stream.device].push_back(event);
+  }
+  Record(const Record&) = delete;
+  Record& operator=(const Record&) = delete;
+
+  std::shared_ptr<EventPool::Shared> pool;
+  Stream stream;
+  Event event;
+  std::atomic<bool> done{false};
+};
+
+bool Token::done() const {
+  if (knownDone()) return true;
+  if (!record_->pool->link.query(record_->event)) return false;
+  record_->done.store(true, std::memory_order_release);
+  return true;
+}
+
+bool Token::knownDone() const noexcept {
+  return !record_ || record_->done.load(std::memory_order_acquire);
+}
+
+void Token::wait() const {
+  if (knownDone()) return;
+  if (!record_->pool->link.query(record_->event)) hostWait([this] { record_->pool->link.synchronize(record_->event); });
+  record_->done.store(true, std::memory_order_release);
+}
+
+void Token::orderBefore(Stream stream) const {
+  if (knownDone() || record_->stream == stream) return;
+  record_->pool->link.wait(stream, record_->event);
+}
+
+Stream Token::stream() const {
+  return record_->stream;
+}
+
+EventPool::EventPool(Link& link) : shared_(std::make_shared<Shared>(link)) {}
+
+EventPool::~EventPool() {
+  std::unordered_map<int, std::vector<Event>> idle;
+  {
+    std::lock_guard lock(shared_->mutex);
+    shared_->closed = true;
+    idle.swap(shared_->idle);
+  }
+  for (auto& [device, events] : idle) {
+    for (Event event : events) shared_->link.destroyEvent(event);
+  }
+}
+
+Token EventPool::record(Stream stream) {
+  Event event = nullptr;
+  {
+    std::lock_guard lock(shared_->mutex);
+    auto& idle = shared_->idle[stream.device];
+    if (!idle.empty()) {
+      event = idle.back();
+      idle.pop_back();
+    }
+  }
+  if (event == nullptr) event = shared_->link.createEvent(stream.device);
+  auto record = std::make_shared<Token::Record>(shared_, stream, event);
+  shared_->link.record(event, stream);
+  return Token(std::move(record));
+}
+
+void TokenSet::add(Token token) {
+  if (!token.knownDone()) tokens_.push_back(std::move(token));
+}
+
+void TokenSet::prune() {
+  std::erase_if(tokens_, [](const Token& token) { return token.knownDone(); });
+}
+
+void TokenSet::appendTo(std::vector<Token>& out) const {
+  out.insert(out.end(), tokens_.begin(), tokens_.end());
+}
+
+std::vector<Token> TokenSet::take() noexcept {
+  return std::exchange(tokens_, {});
+}
+
+} // namespace offload

@@ -1,0 +1,72 @@
+// Completion tokens: what still reads or writes some bytes.
+#pragma once
+
+#include "core/link/link.h"
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace offload {
+
+/// Done when a point of a stream has been reached. Cheap to copy; a default one is done.
+class Token {
+ public:
+  Token() = default;
+
+  /// Asks the Link; not under a lock.
+  bool done() const;
+  /// What done() or wait() found out earlier, without asking anybody.
+  bool knownDone() const noexcept;
+  /// Blocks the host until done.
+  void wait() const;
+  /// Makes later work on `stream` run after this. Never blocks.
+  void orderBefore(Stream stream) const;
+  /// Where it was recorded; only for a token that is not default.
+  Stream stream() const;
+
+ private:
+  friend class EventPool;
+  struct Record;
+  explicit Token(std::shared_ptr<Record> record) : record_(std::move(record)) {}
+  std::shared_ptr<Record> record_;
+};
+
+/// Records tokens on streams and reuses their events.
+class EventPool {
+ public:
+  explicit EventPool(Link& link);
+  ~EventPool();
+  EventPool(const EventPool&) = delete;
+  EventPool& operator=(const EventPool&) = delete;
+
+  Token record(Stream stream);
+
+ private:
+  friend struct Token::Record;
+  struct Shared;
+  std::shared_ptr<Shared> shared_;
+};
+
+/// What reads, or what writes, some bytes at present. Guarded by whoever owns it.
+class TokenSet {
+ public:
+  void add(Token token);
+  /// Forgets tokens that are known to be done.
+  void prune();
+  const std::vector<Token>& all() const noexcept {
+    return tokens_;
+  }
+  void appendTo(std::vector<Token>& out) const;
+  std::vector<Token> take() noexcept;
+  bool empty() const noexcept {
+    return tokens_.empty();
+  }
+
+ private:
+  std::vector<Token> tokens_;
+};
+
+} // namespace offload
