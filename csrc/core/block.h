@@ -1,0 +1,52 @@
+// The host bytes of one storage.
+#pragma once
+
+#include "core/extent.h"
+#include "core/token.h"
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace offload {
+
+struct Slot;
+
+enum class BlockKind {
+  Pinned,   // page-locked memory of the Arena
+  Pageable, // memory of the Arena that the system would not lock, or where there is nothing to copy to
+  Foreign,  // memory of somebody else, kept alive by the Block's owner
+};
+
+/// Where a storage's first value came about. It never changes, so no result depends on what the cache holds.
+enum class Born { Host, Device };
+
+/// Plain data; Residency guards what changes.
+struct Block {
+  Block(void* hostData, std::size_t size, BlockKind blockKind, Born where, int deviceIndex)
+      : data(hostData), bytes(size), kind(blockKind), born(where), device(deviceIndex) {}
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  void* const data;
+  const std::size_t bytes;
+  const BlockKind kind;
+  const Born born;
+  const int device; // the index i of `offload:i`, and of the device that it is paired with
+
+  /// Counts writes; the newest bytes have this version, wherever they are.
+  std::uint64_t version = 0;
+  /// The version that the host bytes hold once `writers` is done. Less than `version` exactly while a Slot is Dirty.
+  std::uint64_t hostVersion = 0;
+  /// Copies into the host bytes, and copies out of them.
+  TokenSet writers;
+  TokenSet readers;
+  /// Threads that are about to enqueue a copy from or to these bytes; nobody waits for tokens before it is zero.
+  int issuing = 0;
+  int leases = 0;
+  std::vector<std::shared_ptr<Slot>> slots;
+  /// Keeps Foreign memory alive.
+  std::shared_ptr<void> owner;
+};
+
+} // namespace offload

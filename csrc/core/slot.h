@@ -1,0 +1,67 @@
+// Device bytes that hold an extent of a Block.
+#pragma once
+
+#include "core/block.h"
+
+#include <array>
+#include <list>
+#include <memory>
+
+namespace offload {
+
+/// Device memory with its way back. Move-only; somebody calls Residency's release on what is in it.
+struct DeviceBuffer {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+  /// The stream on which the memory may be used again after it has been given back.
+  Stream home;
+  /// Set where the memory belongs to somebody else (a tensor of PyTorch's); null for memory of Link::allocate().
+  std::shared_ptr<void> owner;
+};
+
+/// Note [Slot states]
+///
+///   Fetching -> Clean -> Gone           a fetched extent
+///   Dirty -> WritingBack -> Clean       an adopted result: newer than the host until it has been sent home
+///
+/// Fetching lasts while the copy is being enqueued, not while it runs: from then on `ready` gives the order. Gone slots have no
+/// memory; a Pin may outlive its Block, but never its Slot's memory.
+enum class SlotState : unsigned char { Fetching, Clean, Dirty, WritingBack, Gone };
+
+inline constexpr std::array<std::pair<SlotState, SlotState>, 7> kSlotTransitions{{
+    {SlotState::Fetching, SlotState::Clean},
+    {SlotState::Fetching, SlotState::Gone},
+    {SlotState::Clean, SlotState::Gone},
+    {SlotState::Dirty, SlotState::WritingBack},
+    {SlotState::Dirty, SlotState::Gone},
+    {SlotState::WritingBack, SlotState::Clean},
+    {SlotState::WritingBack, SlotState::Gone},
+}};
+
+constexpr bool mayBecome(SlotState from, SlotState to) {
+  for (const auto& [a, b] : kSlotTransitions) {
+    if (a == from && b == to) return true;
+  }
+  return false;
+}
+
+/// Guarded by Residency.
+struct Slot {
+  Block* block = nullptr; // null once the Block is gone
+  Extent extent;          // within the Block
+  int device = 0;
+  SlotState state = SlotState::Fetching;
+  std::uint64_t version = 0;
+  DeviceBuffer buffer;
+  std::byte* data = nullptr; // where the extent begins within the buffer
+  /// The last write to the device bytes.
+  Token ready;
+  /// What reads the device bytes, besides what its Pins still may.
+  TokenSet readers;
+  int pins = 0;
+  /// Place in the queue of slots that nothing uses, oldest first.
+  std::list<std::shared_ptr<Slot>>::iterator idle;
+  bool isIdle = false;
+};
+
+} // namespace offload
