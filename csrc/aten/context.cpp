@@ -1,0 +1,156 @@
+#include "aten/context.h"
+
+#include "aten/cuda_glue.h"
+#include "core/error.h"
+#include "core/link/sim_link.h"
+
+#include <c10/util/Exception.h>
+
+#include <pthread.h>
+
+#include <cstdlib>
+
+namespace offload {
+namespace {
+
+std::atomic<Context*> theContext{nullptr};
+std::atomic<bool> forkedAfterUse{false};
+
+std::size_t environmentNumber(const char* name, std::size_t otherwise) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return otherwise;
+  char* end = nullptr;
+  const unsigned long long value = std::strtoull(text, &end, 10);
+  TORCH_CHECK(*end == '\0', "offload: ", name, "=\"", text, "\" is not a whole number; give bytes or a count in digits.");
+  return value;
+}
+
+// A machine may be small: the ring takes a sixteenth of the device and no more than what hides a link's latency well.
+std::size_t defaultRingBytes(Backend backend) {
+  constexpr std::size_t most = std::size_t{512} << 20;
+  if (backend != Backend::Cuda) return most;
+  return std::clamp<std::size_t>(cuda::totalMemory() / 16, std::size_t{64} << 20, most);
+}
+
+} // namespace
+
+Settings Settings::fromEnvironment() {
+  Settings settings;
+  if (const char* link = std::getenv("TORCH_OFFLOAD_LINK")) settings.link = link;
+  settings.seed = environmentNumber("TORCH_OFFLOAD_SEED", settings.seed);
+  settings.ringBytes = environmentNumber("TORCH_OFFLOAD_RING_BYTES", settings.ringBytes);
+  settings.pinnedLimit = environmentNumber("TORCH_OFFLOAD_PINNED_LIMIT", settings.pinnedLimit);
+  settings.evictAtUnpin = environmentNumber("TORCH_OFFLOAD_EVICT", 0) != 0;
+  settings.poison = environmentNumber("TORCH_OFFLOAD_POISON", 0) != 0;
+  settings.copyDelay = std::chrono::microseconds(environmentNumber("TORCH_OFFLOAD_COPY_DELAY_US", 0));
+  return settings;
+}
+
+Context& Context::get() {
+  TORCH_CHECK(!forkedAfterUse.load(std::memory_order_relaxed),
+              "offload: this process was forked from one that had already used offload tensors, and page-locked memory and CUDA do "
+              "not survive a fork. Start workers with multiprocessing's \"spawn\" or \"forkserver\" method, or fork before the "
+              "first use.");
+  static Context* instance = [] {
+    auto* created = new Context(Settings::fromEnvironment());
+    theContext.store(created, std::memory_order_release);
+    // Plain host memory is the child's own after a fork; only what a device knows of is lost.
+    if (created->hasCache()) pthread_atfork(nullptr, nullptr, [] { forkedAfterUse.store(true); });
+    return created;
+  }();
+  return *instance;
+}
+
+Context* Context::ifCreated() noexcept {
+  return theContext.load(std::memory_order_acquire);
+}
+
+Context::Context(const Settings& settings) {
+  const std::string& name = settings.link;
+  TORCH_CHECK(name == "auto" || name == "cuda" || name == "sim" || name == "none", "offload: TORCH_OFFLOAD_LINK=\"", name,
+              "\" names no link; choose auto, cuda, sim or none.");
+  TORCH_CHECK(name != "cuda" || cuda::deviceCount() > 0,
+              "offload: TORCH_OFFLOAD_LINK=cuda asks for a CUDA device, and PyTorch sees none here; choose auto or none.");
+  if (name == "sim") {
+    SimOptions options;
+    options.seed = settings.seed;
+    options.devices = 1;
+    options.deviceBytes = std::size_t{8} << 30;
+    options.foreignDeviceMemory = true;
+    backend_ = Backend::Sim;
+    link_ = std::make_unique<SimLink>(options);
+  } else if (name != "none" && cuda::deviceCount() > 0) {
+    backend_ = Backend::Cuda;
+    link_ = cuda::makeLink();
+  }
+  ArenaOptions arena;
+  arena.poison = settings.poison;
+  arena.pinnedLimit = settings.pinnedLimit;
+  arena.warn = [](const std::string& sentence) { TORCH_WARN(sentence); };
+  arena_ = std::make_unique<Arena>(link_.get(), std::move(arena));
+  if (!link_) return;
+  ResidencyOptions options;
+  options.ringBytes = settings.ringBytes > 0 ? settings.ringBytes : defaultRingBytes(backend_);
+  options.evictAtUnpin = settings.evictAtUnpin;
+  options.poison = settings.poison;
+  options.copyDelay = settings.copyDelay;
+  residency_ = std::make_unique<Residency>(*link_, options);
+}
+
+Stream Context::currentStream(c10::DeviceIndex index) const {
+  if (backend_ == Backend::Cuda) return cuda::currentStream(index);
+  return {0, nullptr};
+}
+
+c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born born) {
+  const c10::Device device(kOffload, index);
+  if (bytes == 0) return {nullptr, device};
+  HostRange range;
+  try {
+    range = arena_->allocate(bytes);
+  } catch (const OutOfMemory& error) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
+  }
+  auto block = std::make_unique<Block>(range.data, bytes, range.pinned ? BlockKind::Pinned : BlockKind::Pageable, born, index);
+  return {range.data, block.release(), &Context::deleteBlock, device};
+}
+
+c10::DataPtr Context::foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner) {
+  auto block = std::make_unique<Block>(data, bytes, BlockKind::Foreign, Born::Host, index);
+  block->owner = std::move(owner);
+  return {data, block.release(), &Context::deleteBlock, c10::Device(kOffload, index)};
+}
+
+void Context::deleteBlock(void* context) noexcept {
+  std::unique_ptr<Block> block(static_cast<Block*>(context));
+  if (forkedAfterUse.load(std::memory_order_relaxed)) return;
+  Context& self = *ifCreated();
+  std::vector<Token> pending;
+  if (self.residency_) pending = self.residency_->forget(*block);
+  if (block->kind != BlockKind::Foreign) {
+    self.arena_->free(block->data, std::move(pending));
+  } else if (!pending.empty()) {
+    self.arena_->keepAlive(std::move(block->owner), std::move(pending));
+  }
+}
+
+HostLease Context::lease(Block& block, Access access) const {
+  return residency_ ? residency_->lease(block, access) : HostLease();
+}
+
+void Context::drain(bool close) const {
+  if (residency_) residency_->drain(close);
+}
+
+c10::DeviceIndex deviceCount() noexcept {
+  return std::max<c10::DeviceIndex>(1, cuda::deviceCount());
+}
+
+Block& blockOf(const c10::StorageImpl& storage) {
+  const c10::DataPtr& data = storage.data_ptr();
+  TORCH_CHECK(data.device().type() == kOffload && data.get_context() != nullptr, "offload: a storage of ", storage.nbytes(),
+              " bytes on ", data.device(), " is not memory of the offload device; move the tensor with .to(\"offload\").");
+  return *static_cast<Block*>(data.get_context());
+}
+
+} // namespace offload

@@ -1,0 +1,98 @@
+// The one state of the process: which Link there is, the Arena and the Residency on it, and the Blocks of storages.
+#pragma once
+
+#include "core/arena.h"
+#include "core/residency.h"
+
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+namespace offload {
+
+inline constexpr c10::DeviceType kOffload = c10::DeviceType::PrivateUse1;
+
+/// What computes on offload tensors.
+enum class Backend {
+  Host, // nothing beside the CPU: operations run on the host bytes in place
+  Cuda,
+  Sim, // the simulated link; CPU tensors play CUDA's part
+};
+
+struct Settings {
+  std::string link = "auto"; // "auto", "cuda", "sim" or "none"
+  std::uint64_t seed = 0;    // of the simulation
+  std::size_t ringBytes = 0; // 0: chosen from the device's memory
+  std::size_t pinnedLimit = SIZE_MAX;
+  bool evictAtUnpin = false;
+  bool poison = false;
+  std::chrono::microseconds copyDelay{0};
+
+  /// From TORCH_OFFLOAD_LINK, _SEED, _RING_BYTES, _PINNED_LIMIT, _EVICT, _POISON and _COPY_DELAY_US.
+  static Settings fromEnvironment();
+};
+
+class Context {
+ public:
+  /// Made at first use and never destroyed: tensors may outlive every static. Throws in a child of fork() whose parent used it.
+  static Context& get();
+  /// Null before first use; for what must not create one (statistics, deleters, exit).
+  static Context* ifCreated() noexcept;
+
+  Backend backend() const noexcept {
+    return backend_;
+  }
+  /// The type of the tensors that a fetch for computing gives: CUDA, or CPU.
+  c10::DeviceType computeType() const noexcept {
+    return backend_ == Backend::Cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
+  }
+  /// Whether fetches go through the cache; otherwise they are aliases of the host bytes.
+  bool hasCache() const noexcept {
+    return residency_ != nullptr;
+  }
+  Residency& residency() const noexcept {
+    return *residency_;
+  }
+  Arena& arena() const noexcept {
+    return *arena_;
+  }
+  Link* link() const noexcept {
+    return link_.get();
+  }
+  /// The stream that work of the calling thread goes to now.
+  Stream currentStream(c10::DeviceIndex index) const;
+
+  /// Host memory for a storage of `offload:index`. The DataPtr owns the Block.
+  c10::DataPtr newBlock(std::size_t bytes, c10::DeviceIndex index, Born born);
+  /// The same over memory of somebody else, which `owner` keeps alive.
+  c10::DataPtr foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner);
+
+  /// Takes the right to read or to write host bytes; an empty lease where there is no cache to keep true.
+  HostLease lease(Block& block, Access access) const;
+
+  /// Waits for every copy; `close` at interpreter exit, after which nothing touches the device any more.
+  void drain(bool close) const;
+
+ private:
+  explicit Context(const Settings& settings);
+  static void deleteBlock(void* context) noexcept;
+
+  Backend backend_ = Backend::Host;
+  std::unique_ptr<Link> link_;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Residency> residency_;
+};
+
+/// The number of devices `offload:i`: one for each CUDA device, at least one. Does not touch the GPU.
+c10::DeviceIndex deviceCount() noexcept;
+
+/// The Block behind an offload storage; an error for a storage of any other device.
+Block& blockOf(const c10::StorageImpl& storage);
+inline Block& blockOf(const c10::Storage& storage) {
+  return blockOf(*storage.unsafeGetStorageImpl());
+}
+
+} // namespace offload

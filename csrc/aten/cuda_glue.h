@@ -1,0 +1,22 @@
+// All that the glue needs of PyTorch's CUDA side. Built without CUDA, it answers that there is none.
+#pragma once
+
+#include "core/link/link.h"
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <memory>
+
+namespace offload::cuda {
+
+/// CUDA devices that PyTorch sees; creates no CUDA context.
+c10::DeviceIndex deviceCount() noexcept;
+/// Bytes of the first device.
+std::size_t totalMemory();
+/// PyTorch's current stream of a device, for the calling thread.
+Stream currentStream(c10::DeviceIndex index);
+/// The Link over PyTorch's CUDA caching allocator.
+std::unique_ptr<Link> makeLink();
+
+} // namespace offload::cuda

@@ -1,0 +1,127 @@
+// What makes `offload` a device: guard, hooks, allocator.
+//
+// Note [A device without streams]
+// Host memory has no streams of its own: the order of copies is kept by Residency on the streams of the paired device. So the
+// guard has one constant default stream and events that have always happened, and autograd puts gradients of offload tensors on
+// whatever stream it runs on.
+#include "aten/generator.h"
+#include "aten/tensors.h"
+
+#include <ATen/Context.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace offload {
+namespace {
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override {
+    return kOffload;
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device previous = getDevice();
+    setDevice(device);
+    return previous;
+  }
+  c10::Device getDevice() const override {
+    return {kOffload, currentIndex()};
+  }
+  void setDevice(c10::Device device) const override {
+    setCurrentIndex(withIndex(device).index());
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.has_index()) setCurrentIndex(device.index());
+  }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
+  c10::Stream getNewStream(c10::Device device, int /*priority*/) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return c10::Stream(c10::Stream::DEFAULT, stream.device());
+  }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return offload::deviceCount();
+  }
+  void destroyEvent(void* /*event*/, c10::DeviceIndex /*index*/) const noexcept override {}
+  void record(void** /*event*/, const c10::Stream& /*stream*/, c10::DeviceIndex /*index*/,
+              c10::EventFlag /*flag*/) const override {}
+  void block(void* /*event*/, const c10::Stream& /*stream*/) const override {}
+  bool queryEvent(void* /*event*/) const override {
+    return true;
+  }
+  bool queryStream(const c10::Stream& /*stream*/) const override {
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& /*stream*/) const override {}
+  void synchronizeEvent(void* /*event*/) const override {}
+  void synchronizeDevice(c10::DeviceIndex /*index*/) const override {
+    if (Context* context = Context::ifCreated()) context->drain(false);
+  }
+};
+
+class Hooks final : public at::PrivateUse1HooksInterface {
+ public:
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return true;
+  }
+  bool hasPrimaryContext(c10::DeviceIndex /*index*/) const override {
+    return true;
+  }
+  void init() const override {}
+  c10::DeviceIndex deviceCount() const override {
+    return offload::deviceCount();
+  }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return currentIndex();
+  }
+  void setCurrentDevice(c10::DeviceIndex index) const override {
+    setCurrentIndex(withIndex({kOffload, index}).index());
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    const c10::DeviceIndex previous = currentIndex();
+    setCurrentDevice(index);
+    return previous;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return exchangeDevice(index);
+  }
+  // Page-locked memory of plain CPU tensors is CUDA's affair, with this package or without it.
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return at::globalContext().getAcceleratorHooksInterface(c10::kCUDA).getPinnedMemoryAllocator();
+  }
+  bool isPinnedPtr(const void* data) const override {
+    return at::globalContext().hasCUDA() && at::globalContext().getAcceleratorHooksInterface(c10::kCUDA).isPinnedPtr(data);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return defaultGenerator(index);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return newGenerator(index);
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
+    resizeStorage(*storage.unsafeGetStorageImpl(), bytes);
+  }
+};
+
+} // namespace
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+namespace {
+const bool registered = [] {
+  c10::SetAllocator(kOffload, offloadAllocator());
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  return true;
+}();
+} // namespace
+
+} // namespace offload

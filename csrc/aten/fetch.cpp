@@ -1,0 +1,131 @@
+#include "aten/fetch.h"
+
+#include "core/error.h"
+
+#include <c10/util/strides.h>
+
+namespace offload {
+namespace {
+
+struct FetchedMemory {
+  Pin pin;
+};
+
+struct AliasedMemory {
+  HostLease lease;
+  c10::Storage source;
+};
+
+// cuda:i of a fetch, from the aligned beginning of the extent on.
+c10::DataPtr fetchBytes(const at::Tensor& offload, const Extent& extent, c10::Device target) {
+  if (extent.bytes() == 0) return {nullptr, c10::Device(target.type(), target.index())};
+  Context& context = Context::get();
+  Pin pin;
+  try {
+    pin = context.residency().fetch(blockOf(offload.storage()), extent, context.currentStream(target.index()));
+  } catch (const OutOfMemory& error) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
+  }
+  void* data = pin.data();
+  const c10::Device device = target.is_cpu() ? c10::Device(c10::kCPU) : target;
+  return {data, new FetchedMemory{std::move(pin)}, [](void* memory) { delete static_cast<FetchedMemory*>(memory); }, device};
+}
+
+at::Tensor fetchAlias(const at::Tensor& offload) {
+  const auto& source = offload.storage();
+  HostLease lease;
+  if (source.nbytes() > 0) lease = Context::get().lease(blockOf(source), Access::Read);
+  auto* memory = new AliasedMemory{std::move(lease), source};
+  c10::DataPtr data(const_cast<void*>(source.data()), memory, [](void* owned) { delete static_cast<AliasedMemory*>(owned); },
+                    c10::Device(c10::kCPU));
+  c10::Storage alias(c10::Storage::use_byte_size_t(), source.nbytes(), std::move(data), nullptr, false);
+  return tensorOver(std::move(alias), c10::kCPU, offload, offload.storage_offset());
+}
+
+// The owner of memory that outlives the tensor it came from.
+std::shared_ptr<void> keep(const c10::Storage& storage) {
+  return std::make_shared<c10::Storage>(storage);
+}
+
+bool coversItsStorage(const at::Tensor& value) {
+  return value.storage().nbytes() > 0 && extentOf(value) == Extent{0, value.storage().nbytes()};
+}
+
+} // namespace
+
+bool isCached(c10::Device target) {
+  return target.is_cuda() || target.has_index();
+}
+
+c10::Device pairedDevice(c10::DeviceIndex index) {
+  switch (Context::get().backend()) {
+    case Backend::Cuda:
+      return {c10::kCUDA, index};
+    case Backend::Sim:
+      return {c10::kCPU, 0};
+    default:
+      return {c10::kCPU};
+  }
+}
+
+at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
+  TORCH_CHECK(offload.layout() == c10::kStrided && offload.has_storage(), "offload: can't fetch a tensor of layout ",
+              offload.layout(), "; offload tensors are dense.");
+  at::Tensor result;
+  if (isCached(target)) {
+    const Extent extent = extentOf(offload).aligned();
+    const auto item = static_cast<std::size_t>(offload.element_size());
+    c10::Storage storage(c10::Storage::use_byte_size_t(), extent.bytes(), fetchBytes(offload, extent, target), nullptr, false);
+    const auto shift = offload.numel() == 0 ? 0 : offload.storage_offset() - static_cast<std::int64_t>(extent.begin / item);
+    result = tensorOver(std::move(storage), target.type(), offload, shift);
+  } else {
+    result = fetchAlias(offload);
+  }
+  shareVersionCounter(offload, result);
+  return result;
+}
+
+at::Tensor stashCopy(const at::Tensor& value, c10::Device home) {
+  const auto strides = value.is_non_overlapping_and_dense() ? c10::DimVector(value.strides()) : c10::contiguous_strides(value.sizes());
+  auto result = emptyOffload(value.sizes(), strides, value.scalar_type(), home, value.is_cuda() ? Born::Device : Born::Host);
+  result.copy_(value);
+  return result;
+}
+
+at::Tensor stashResult(const at::Tensor& value, c10::Device home) {
+  Context& context = Context::get();
+  const auto& storage = value.storage();
+  const bool onDevice = value.device().type() == context.computeType() && context.hasCache();
+  if (!coversItsStorage(value) || (context.hasCache() && !onDevice)) return stashCopy(value, home);
+  home = withIndex(home);
+  c10::DataPtr data;
+  if (onDevice) {
+    data = context.newBlock(storage.nbytes(), home.index(), Born::Device);
+    const Stream stream = context.currentStream(value.is_cuda() ? value.device().index() : 0);
+    DeviceBuffer buffer{const_cast<void*>(storage.data()), storage.nbytes(), stream, keep(storage)};
+    context.residency().adopt(*static_cast<Block*>(data.get_context()), std::move(buffer), stream);
+  } else {
+    data = context.foreignBlock(const_cast<void*>(storage.data()), storage.nbytes(), home.index(), keep(storage));
+  }
+  c10::Storage stashed(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), offloadAllocator(), true);
+  auto result = tensorOver(std::move(stashed), kOffload, value, value.storage_offset());
+  shareVersionCounter(value, result);
+  return result;
+}
+
+void releaseFetched(const at::Tensor& fetched) {
+  auto* storage = fetched.storage().unsafeGetStorageImpl();
+  // The Pin goes with the old pointer.
+  storage->set_data_ptr_noswap({nullptr, storage->device()});
+  storage->set_nbytes(0);
+}
+
+void refillFetched(const at::Tensor& fetched, const at::Tensor& offload) {
+  auto* storage = fetched.storage().unsafeGetStorageImpl();
+  const Extent extent = extentOf(offload).aligned();
+  const c10::Device target = fetched.is_cuda() ? fetched.device() : pairedDevice(0);
+  storage->set_data_ptr_noswap(fetchBytes(offload, extent, target));
+  storage->set_nbytes(extent.bytes());
+}
+
+} // namespace offload

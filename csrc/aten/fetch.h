@@ -1,0 +1,29 @@
+// Fetch and stash on plain tensors, below autograd.
+#pragma once
+
+#include "aten/tensors.h"
+
+namespace offload {
+
+/// Note [Targets of a fetch]
+/// `cuda:i` and, on the simulated link, `cpu:0` name compute devices: the bytes come through the cache. `cpu` without an index
+/// names the host itself: the result is an alias of the host bytes, which holds a HostLease that reads.
+at::Tensor fetchTo(const at::Tensor& offload, c10::Device target);
+
+/// Whether a fetch to this target goes through the cache.
+bool isCached(c10::Device target);
+
+/// The compute device that `offload:i` is paired with, or the host where there is none.
+c10::Device pairedDevice(c10::DeviceIndex index);
+
+/// An offload tensor with the value of `value`, which the caller keeps: nothing of its memory is held on to.
+at::Tensor stashCopy(const at::Tensor& value, c10::Device home);
+
+/// The same for a result that nobody else will write to: its memory becomes a Slot of the new Block, with no copy on the device.
+at::Tensor stashResult(const at::Tensor& value, c10::Device home);
+
+/// Drops the memory of a fetched tensor, and fetches it once more, its newest bytes then. See Note [Release and refill].
+void releaseFetched(const at::Tensor& fetched);
+void refillFetched(const at::Tensor& fetched, const at::Tensor& offload);
+
+} // namespace offload

@@ -1,0 +1,106 @@
+#include "aten/host_kernel.h"
+
+#include "aten/generator.h"
+#include "aten/tensors.h"
+
+#include <unordered_map>
+
+namespace offload {
+namespace {
+
+// The aliases of one call. Tensors of one storage share an alias of it, and a tensor that is given twice is given twice.
+class Aliases {
+ public:
+  // All leases first: one Block may be read by one operand and written by another.
+  void take(const OpTraits& traits, torch::jit::Stack& stack) {
+    std::unordered_map<const c10::StorageImpl*, std::pair<at::Tensor, bool>> storages;
+    replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& argument) {
+      if (isOffload(tensor)) {
+        auto& entry = storages[tensor.storage().unsafeGetStorageImpl()];
+        entry.first = tensor;
+        entry.second = entry.second || argument.written || argument.hidden;
+      }
+      return at::Tensor();
+    });
+    for (const auto& [storage, entry] : storages) {
+      leases_.push_back(leaseOf(entry.first, entry.second ? Access::Write : Access::Read));
+    }
+  }
+
+  at::Tensor of(const at::Tensor& tensor) {
+    auto& alias = tensors_[tensor.unsafeGetTensorImpl()];
+    if (!alias.defined()) {
+      auto* key = tensor.storage().unsafeGetStorageImpl();
+      auto found = storages_.find(key);
+      if (found == storages_.end()) found = storages_.emplace(key, hostAliasStorage(tensor.storage())).first;
+      alias = tensorOver(found->second, c10::kCPU, tensor, tensor.storage_offset());
+    }
+    return alias;
+  }
+
+  void release() {
+    leases_.clear();
+  }
+
+ private:
+  std::vector<HostLease> leases_;
+  std::unordered_map<const c10::StorageImpl*, c10::Storage> storages_;
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> tensors_;
+};
+
+// An operation may have resized what it was given as `out=`.
+void adoptShape(const at::Tensor& source, const at::Tensor& alias, const void* before) {
+  const bool moved = alias.storage().data() != before;
+  if (!moved && alias.sizes() == source.sizes() && alias.strides() == source.strides()) return;
+  source.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
+  if (!moved) return;
+  auto* storage = source.storage().unsafeGetStorageImpl();
+  if (storage->nbytes() < alias.storage().nbytes()) resizeStorage(*storage, alias.storage().nbytes());
+  HostLease write = leaseOf(source, Access::Write);
+  hostAlias(source).copy_(alias);
+}
+
+} // namespace
+
+void runOnHost(const c10::OperatorHandle& op, const OpTraits& traits, torch::jit::Stack& stack,
+               const std::function<at::Tensor(const at::Tensor&)>& stash) {
+  struct Written {
+    at::Tensor source;
+    at::Tensor alias;
+    const void* before;
+  };
+  std::vector<Written> written;
+  Aliases aliases;
+  aliases.take(traits, stack);
+  replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& argument) -> at::Tensor {
+    if (tensor.is_cuda()) return tensor.cpu();
+    if (!isOffload(tensor)) return {};
+    auto alias = aliases.of(tensor);
+    if (argument.written) written.push_back({tensor, alias, alias.storage().data()});
+    return alias;
+  });
+  useArgumentsOf(c10::kCPU, traits, stack);
+  op.callBoxed(&stack);
+  aliases.release();
+  for (const auto& target : written) adoptShape(target.source, target.alias, target.before);
+  replaceResults(traits.results, stack, [&](const at::Tensor& result) {
+    for (const auto& target : written) {
+      if (result.is_same(target.alias)) return target.source;
+    }
+    return stash(result);
+  });
+}
+
+void useArgumentsOf(c10::DeviceType type, const OpTraits& traits, torch::jit::Stack& stack) {
+  const std::size_t base = stack.size() - traits.arguments.size();
+  for (std::size_t k = 0; k < traits.arguments.size(); ++k) {
+    auto& value = stack[base + k];
+    if (traits.arguments[k].kind == ArgumentKind::Generator && value.isGenerator()) {
+      if (type == c10::kCPU) value = hostGenerator(value.toGenerator());
+    } else if (traits.arguments[k].kind == ArgumentKind::Device && value.isDevice() && value.toDevice().type() == kOffload) {
+      value = type == c10::kCPU ? c10::Device(type) : c10::Device(type, value.toDevice().index());
+    }
+  }
+}
+
+} // namespace offload

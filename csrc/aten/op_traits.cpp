@@ -1,0 +1,241 @@
+#include "aten/op_traits.h"
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+#include <unordered_set>
+
+namespace offload {
+namespace {
+
+using c10::DispatchKey;
+
+ArgumentKind kindOf(const c10::Argument& argument) {
+  const auto& type = *argument.real_type();
+  auto element = [](const c10::Type& t) -> const c10::Type& { return *t.containedType(0); };
+  switch (type.kind()) {
+    case c10::TypeKind::TensorType:
+      return ArgumentKind::Tensor;
+    case c10::TypeKind::GeneratorType:
+      return ArgumentKind::Generator;
+    case c10::TypeKind::DeviceObjType:
+      return ArgumentKind::Device;
+    case c10::TypeKind::ListType:
+      if (element(type).kind() == c10::TypeKind::TensorType) return ArgumentKind::TensorList;
+      if (element(type).kind() == c10::TypeKind::OptionalType && element(element(type)).kind() == c10::TypeKind::TensorType) {
+        return ArgumentKind::OptionalTensorList;
+      }
+      return ArgumentKind::Other;
+    case c10::TypeKind::OptionalType:
+      if (element(type).kind() == c10::TypeKind::TensorType) return ArgumentKind::Tensor;
+      if (element(type).kind() == c10::TypeKind::GeneratorType) return ArgumentKind::Generator;
+      if (element(type).kind() == c10::TypeKind::DeviceObjType) return ArgumentKind::Device;
+      if (element(type).kind() == c10::TypeKind::ListType &&
+          element(element(type)).kind() == c10::TypeKind::TensorType) {
+        return ArgumentKind::TensorList;
+      }
+      return ArgumentKind::Other;
+    default:
+      return ArgumentKind::Other;
+  }
+}
+
+bool holdsTensors(ArgumentKind kind) {
+  return kind == ArgumentKind::Tensor || kind == ArgumentKind::TensorList || kind == ArgumentKind::OptionalTensorList;
+}
+
+// Operations that only move values: their results are exact wherever they are made.
+const std::unordered_set<std::string_view> kMovements{
+    "aten::clone",       "aten::cat",          "aten::stack",        "aten::index",         "aten::index_select",
+    "aten::gather",      "aten::take",         "aten::repeat",       "aten::flip",          "aten::roll",
+    "aten::constant_pad_nd", "aten::tril",     "aten::triu",         "aten::masked_select", "aten::where",
+    "aten::contiguous",  "aten::_to_copy",     "aten::slice_scatter", "aten::select_scatter", "aten::index_put",
+    "aten::scatter",     "aten::repeat_interleave", "aten::embedding", "aten::rot90",       "aten::block_diag",
+    "aten::masked_fill", "aten::masked_scatter", "aten::as_strided_scatter", "aten::diagonal_scatter", "aten::split_copy",
+};
+
+// Composite operations that look at devices, or pick an algorithm by them, before they call anything that is intercepted.
+const std::unordered_set<std::string_view> kDeviceMinded{
+    "aten::linear",       "aten::matmul",     "aten::batch_norm",       "aten::instance_norm", "aten::layer_norm",
+    "aten::group_norm",   "aten::rms_norm",   "aten::meshgrid",         "aten::tensor_split",  "aten::inner",
+    "aten::stft",         "aten::istft",      "aten::linalg_multi_dot", "aten::take_along_dim", "aten::gradient",
+    "aten::lstm",         "aten::gru",        "aten::rnn_tanh",         "aten::rnn_relu",      "aten::lstm_cell",
+    "aten::gru_cell",     "aten::rnn_tanh_cell", "aten::rnn_relu_cell", "aten::scaled_dot_product_attention",
+    "aten::conv1d",       "aten::conv2d",     "aten::conv3d",           "aten::conv_transpose1d", "aten::conv_transpose2d",
+    "aten::conv_transpose3d", "aten::_convolution_mode", "aten::einsum", "aten::tensordot",    "aten::bilinear",
+    "aten::kron",         "aten::embedding_bag", "aten::cdist",         "aten::ctc_loss",
+};
+
+// What must reach its own kernel: copies between devices, what changes a tensor's memory or its standing with autograd, and
+// factories, which take nothing of their operand but its options.
+const std::unordered_set<std::string_view> kNeverIntercepted{
+    "aten::copy_",           "aten::copy",          "aten::_copy_from",  "aten::_copy_from_and_resize",
+    "aten::resize_",         "aten::resize_as_",    "aten::resize",      "aten::resize_as",
+    "aten::set_",            "aten::set",           "aten::set_data",    "aten::_set_data",
+    "aten::detach",          "aten::detach_",       "aten::alias",       "aten::item",
+    "aten::_local_scalar_dense", "aten::record_stream", "aten::_has_compatible_shallow_copy_type",
+    "aten::requires_grad_",  "aten::retain_grad",   "aten::_fw_primal",  "aten::_make_dual",
+    "aten::_unpack_dual",    "aten::is_pinned",     "aten::pin_memory",  "aten::_pin_memory",
+    "aten::to",              "aten::lift",          "aten::lift_fresh",  "aten::lift_fresh_copy",
+    "aten::_version",        "aten::is_leaf",       "aten::output_nr",   "aten::data",
+    "aten::_backward",       "aten::sym_size",      "aten::sym_stride",  "aten::sym_numel",
+    "aten::sym_storage_offset", "aten::is_set_to",  "aten::_is_zerotensor", "aten::is_conj",
+    "aten::is_neg",          "aten::_conj",         "aten::_neg_view",   "aten::_conj_physical",
+    "aten::resolve_conj",    "aten::resolve_neg",   "aten::_assert_tensor_metadata", "aten::_print",
+    "aten::rename",          "aten::rename_",       "aten::result_type", "aten::can_cast",
+    "aten::is_same_size",    "aten::_shape_as_tensor", "aten::_resize_output_", "aten::_resize_output",
+    "aten::_unsafe_view",    "aten::_reshape_copy", "aten::_has_same_storage_numel", "aten::_new_zeros_with_same_feature_meta",
+};
+
+bool endsWith(std::string_view text, std::string_view end) {
+  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
+}
+
+bool makesItsOwnMemory(std::string_view name) {
+  return endsWith(name, "_like") || name.starts_with("aten::new_");
+}
+
+bool isView(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& result) {
+    return result.alias_info() != nullptr && !result.alias_info()->isWrite();
+  });
+}
+
+} // namespace
+
+OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns().size()) {
+  const auto& schema = op.schema();
+  bool writes = false;
+  for (const auto& argument : schema.arguments()) {
+    ArgumentTraits traits;
+    traits.kind = kindOf(argument);
+    traits.written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    traits.out = traits.written && argument.kwarg_only();
+    traits.hidden = !traits.written && (argument.name() == "running_mean" || argument.name() == "running_var");
+    writes = writes || traits.written;
+    if (argument.name() == "training" || argument.name() == "train" || argument.name() == "use_input_stats") {
+      trainingArgument = static_cast<int>(arguments.size());
+    }
+    arguments.push_back(traits);
+  }
+  if (writes) {
+    effect = Effect::InPlace;
+  } else if (kMovements.contains(schema.name())) {
+    effect = Effect::Movement;
+  }
+  convertsDevice = schema.name() == "aten::_to_copy";
+  autocasts = op.hasKernelForDispatchKey(DispatchKey::AutocastCUDA) || op.hasKernelForDispatchKey(DispatchKey::AutocastCPU);
+}
+
+bool OpTraits::writesHidden(const torch::jit::Stack& stack) const {
+  if (trainingArgument < 0) return false;
+  const auto& value = stack[stack.size() - arguments.size() + static_cast<std::size_t>(trainingArgument)];
+  return value.isBool() && value.toBool();
+}
+
+bool OpTraits::leavesDevice(const torch::jit::Stack& stack) const {
+  const auto values = torch::jit::last(stack, arguments.size());
+  for (std::size_t k = 0; k < arguments.size(); ++k) {
+    if (arguments[k].kind == ArgumentKind::Device && values[k].isDevice() && values[k].toDevice().type() != kOffload) return true;
+  }
+  return false;
+}
+
+Operands OpTraits::operands(const torch::jit::Stack& stack) const {
+  Operands found;
+  const auto values = torch::jit::last(stack, arguments.size());
+  for (std::size_t k = 0; k < arguments.size(); ++k) {
+    const bool written = arguments[k].written;
+    const auto& value = values[k];
+    if (value.isTensor()) {
+      found.add(value.toTensor(), written);
+    } else if (arguments[k].kind == ArgumentKind::TensorList && value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) found.add(tensor, written);
+    } else if (arguments[k].kind == ArgumentKind::OptionalTensorList && value.isList()) {
+      for (const c10::IValue& item : value.toListRef()) {
+        if (item.isTensor()) found.add(item.toTensor(), written);
+      }
+    }
+  }
+  return found;
+}
+
+bool isInterceptable(const c10::OperatorHandle& op) {
+  const auto& schema = op.schema();
+  const std::string_view name = schema.name();
+  if (name.starts_with("offload::") || name.starts_with("prim") || name.starts_with("profiler::")) return false;
+  if (kNeverIntercepted.contains(name) || makesItsOwnMemory(name) || isView(schema)) return false;
+  // Given a device, these are dispatched by it, whatever their operands are.
+  if (op.hasKernelForDispatchKey(DispatchKey::BackendSelect) && name != "aten::_to_copy") return false;
+  const bool takesTensors = std::any_of(schema.arguments().begin(), schema.arguments().end(),
+                                        [](const c10::Argument& argument) { return holdsTensors(kindOf(argument)); });
+  if (!takesTensors) return false;
+  if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || op.hasKernelForDispatchKey(DispatchKey::AutogradPrivateUse1)) {
+    return false;
+  }
+  if (!op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) return true;
+  return kDeviceMinded.contains(name) || op.hasKernelForDispatchKey(DispatchKey::AutocastCUDA);
+}
+
+void replaceTensors(const OpTraits& traits, torch::jit::Stack& stack,
+                    const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each) {
+  const std::size_t base = stack.size() - traits.arguments.size();
+  for (std::size_t k = 0; k < traits.arguments.size(); ++k) {
+    const auto& argument = traits.arguments[k];
+    auto& value = stack[base + k];
+    if (value.isTensor()) {
+      if (!value.toTensor().defined()) continue;
+      auto replacement = each(value.toTensor(), argument);
+      if (replacement.defined()) value = std::move(replacement);
+    } else if (argument.kind == ArgumentKind::TensorList && value.isTensorList()) {
+      auto list = value.toTensorVector();
+      for (auto& tensor : list) {
+        if (!tensor.defined()) continue;
+        auto replacement = each(tensor, argument);
+        if (replacement.defined()) tensor = std::move(replacement);
+      }
+      value = std::move(list);
+    } else if (argument.kind == ArgumentKind::OptionalTensorList && value.isList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const c10::IValue& item : value.toListRef()) {
+        std::optional<at::Tensor> tensor;
+        if (item.isTensor()) {
+          tensor = item.toTensor();
+          auto replacement = each(*tensor, argument);
+          if (replacement.defined()) tensor = std::move(replacement);
+        }
+        list.push_back(std::move(tensor));
+      }
+      value = std::move(list);
+    }
+  }
+}
+
+void replaceResults(std::size_t count, torch::jit::Stack& stack, const std::function<at::Tensor(const at::Tensor&)>& each) {
+  for (auto& value : torch::jit::last(stack, count)) {
+    auto& slot = const_cast<c10::IValue&>(value);
+    if (slot.isTensor()) {
+      if (slot.toTensor().defined()) slot = each(slot.toTensor());
+    } else if (slot.isTensorList()) {
+      auto list = slot.toTensorVector();
+      for (auto& tensor : list) {
+        if (tensor.defined()) tensor = each(tensor);
+      }
+      slot = std::move(list);
+    }
+  }
+}
+
+std::vector<at::Tensor> resultTensors(std::size_t count, const torch::jit::Stack& stack) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& value : torch::jit::last(stack, count)) {
+    if (value.isTensor()) {
+      tensors.push_back(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) tensors.push_back(tensor);
+    }
+  }
+  return tensors;
+}
+
+} // namespace offload

@@ -1,0 +1,51 @@
+// What the generic kernel has to know of an operation, read off its schema once.
+#pragma once
+
+#include "aten/placement.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <functional>
+#include <vector>
+
+namespace offload {
+
+enum class ArgumentKind { Tensor, TensorList, OptionalTensorList, Generator, Device, Other };
+
+struct ArgumentTraits {
+  ArgumentKind kind = ArgumentKind::Other;
+  bool written = false; // by the schema
+  bool out = false;     // `out=`: may be resized
+  bool hidden = false;  // written though the schema doesn't say so: batch norm's running statistics
+};
+
+struct OpTraits {
+  explicit OpTraits(const c10::OperatorHandle& op);
+
+  std::vector<ArgumentTraits> arguments;
+  std::size_t results = 0;
+  Effect effect = Effect::NewValue;
+  bool autocasts = false;    // autocast has a kernel for it
+  bool convertsDevice = false; // its Device argument says where the result lives
+  int trainingArgument = -1; // a bool that says whether hidden writes happen
+
+  Operands operands(const torch::jit::Stack& stack) const;
+  bool writesHidden(const torch::jit::Stack& stack) const;
+  /// Whether a Device argument names another device than offload: then this is a copy between devices.
+  bool leavesDevice(const torch::jit::Stack& stack) const;
+};
+
+/// Whether the generic kernel serves an operation at all.
+bool isInterceptable(const c10::OperatorHandle& op);
+
+/// Calls `each(tensor, traits)` for every tensor among the arguments, those in lists included, undefined ones not. What it returns
+/// takes the tensor's place; an undefined tensor leaves it.
+void replaceTensors(const OpTraits& traits, torch::jit::Stack& stack,
+                    const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each);
+
+/// The same for the results on top of the stack.
+void replaceResults(std::size_t count, torch::jit::Stack& stack, const std::function<at::Tensor(const at::Tensor&)>& each);
+std::vector<at::Tensor> resultTensors(std::size_t count, const torch::jit::Stack& stack);
+
+} // namespace offload

@@ -1,0 +1,80 @@
+// Copies between offload and every other device, with conversion and any strides.
+//
+// Note [Where a copy converts]
+// Between a compute device and offload the conversion is done on the compute device, so that the host neither computes nor
+// waits: the bytes that travel have the dtype and the strides of the offload side. Only an offload target with gaps or overlaps
+// between its elements needs the host, because a copy home writes whole ranges of bytes.
+#include "aten/fetch.h"
+
+#include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/library.h>
+
+namespace offload {
+namespace {
+
+// Whether a tensor's elements fill one range of bytes, each once.
+bool fillsRange(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense();
+}
+
+void copyHome(const at::Tensor& from, const at::Tensor& to) {
+  at::Tensor value = from;
+  const bool sameBytes = value.scalar_type() == to.scalar_type() && value.strides() == to.strides() &&
+                         value.is_conj() == to.is_conj() && value.is_neg() == to.is_neg();
+  if (!sameBytes) {
+    value = at::empty_strided(to.sizes(), to.strides(), from.options().dtype(to.dtype()));
+    if (to.is_conj()) value._set_conj(true);
+    if (to.is_neg()) value._set_neg(true);
+    value.copy_(from);
+  }
+  Context& context = Context::get();
+  const Stream stream = context.currentStream(value.is_cuda() ? value.device().index() : 0);
+  context.residency().store(blockOf(to.storage()), extentOf(to), value.const_data_ptr(), stream);
+}
+
+void copyOnHost(const at::Tensor& from, const at::Tensor& to) {
+  HostLease write = isOffload(to) ? leaseOf(to, Access::Write) : HostLease();
+  const bool shared = isOffload(from) && isOffload(to) && from.storage().is_alias_of(to.storage());
+  HostLease read = isOffload(from) && !shared ? leaseOf(from, Access::Read) : HostLease();
+  const at::Tensor target = isOffload(to) ? hostAlias(to) : to;
+  target.copy_(isOffload(from) ? hostAlias(from) : from);
+}
+
+at::Tensor copyFrom(const at::Tensor& self, const at::Tensor& to, bool /*nonBlocking*/) {
+  if (to.numel() == 0) return to;
+  if (isOffload(self) && to.is_cuda()) {
+    const_cast<at::Tensor&>(to).copy_(fetchTo(self, to.device()));
+  } else if (self.is_cuda()) {
+    if (fillsRange(to)) {
+      copyHome(self, to);
+    } else {
+      copyOnHost(stashCopy(self.contiguous(), to.device()), to);
+    }
+  } else {
+    TORCH_CHECK((isOffload(self) || self.is_cpu()) && (isOffload(to) || to.is_cpu()), "offload: can't copy from ", self.device(),
+                " to ", to.device(), "; copy through the CPU.");
+    copyOnHost(self, to);
+  }
+  return to;
+}
+
+at::Tensor copyFromAndResize(const at::Tensor& self, const at::Tensor& to) {
+  to.resize_(self.sizes());
+  return copyFrom(self, to, false);
+}
+
+at::Scalar localScalarDense(const at::Tensor& self) {
+  HostLease read = leaseOf(self, Access::Read);
+  return at::_local_scalar_dense(hostAlias(self));
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_copy_from", copyFrom);
+  m.impl("_copy_from_and_resize", copyFromAndResize);
+  m.impl("_local_scalar_dense", localScalarDense);
+}
+
+} // namespace offload

@@ -1,0 +1,106 @@
+// Factories, resize_ and set_.
+#include "aten/tensors.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/InferSize.h>
+#include <ATen/native/Resize.h>
+#include <torch/library.h>
+
+namespace offload {
+namespace {
+
+void checkOptions(std::optional<at::Layout> layout, std::optional<bool> pinned) {
+  TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided, "offload: tensors of layout ", *layout,
+              " can't live on the offload device; make a dense one, or keep it on the CPU.");
+  TORCH_CHECK(!pinned.value_or(false), "offload: memory of the offload device is page-locked already where it can be; leave "
+                                       "pin_memory out.");
+}
+
+at::Tensor emptyStrided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> type,
+                        std::optional<at::Layout> layout, std::optional<at::Device> device, std::optional<bool> pinned) {
+  checkOptions(layout, pinned);
+  at::detail::check_size_nonnegative(sizes);
+  return emptyOffload(sizes, strides, c10::dtype_or_default(type), device.value_or(at::Device(kOffload)), Born::Host);
+}
+
+at::Tensor emptyMemoryFormat(at::IntArrayRef sizes, std::optional<at::ScalarType> type, std::optional<at::Layout> layout,
+                             std::optional<at::Device> device, std::optional<bool> pinned,
+                             std::optional<at::MemoryFormat> format) {
+  auto result = emptyStrided(sizes, c10::contiguous_strides(sizes), type, layout, device, pinned);
+  const auto wanted = format.value_or(at::MemoryFormat::Contiguous);
+  if (wanted != at::MemoryFormat::Contiguous) result.unsafeGetTensorImpl()->empty_tensor_restride(wanted);
+  return result;
+}
+
+void growStorage(c10::TensorImpl& impl) {
+  const auto needed = at::detail::computeStorageNbytes(impl.sizes(), impl.strides(), impl.itemsize(), impl.storage_offset());
+  auto* storage = impl.unsafe_storage().unsafeGetStorageImpl();
+  if (impl.numel() > 0 && storage->nbytes() < needed) resizeStorage(*storage, needed);
+}
+
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  auto& impl = *self.unsafeGetTensorImpl();
+  impl.set_sizes_contiguous(sizes);
+  if (format && *format != at::MemoryFormat::Preserve) impl.empty_tensor_restride(*format);
+  growStorage(impl);
+  return self;
+}
+
+at::Tensor& setStorageOffset(at::Tensor& self, at::Storage source, std::int64_t offset, at::IntArrayRef sizes,
+                             at::IntArrayRef strides) {
+  TORCH_CHECK(source.device().type() == kOffload, "offload: set_ was given a storage on ", source.device(),
+              " for a tensor on ", self.device(), "; both must be on the same device.");
+  auto& impl = *self.unsafeGetTensorImpl();
+  impl.set_storage_keep_dtype(std::move(source));
+  impl.set_storage_offset(offset);
+  if (strides.size() == sizes.size() && !(sizes.size() == 1 && strides.data() == nullptr)) {
+    impl.set_sizes_and_strides(sizes, strides);
+  } else {
+    impl.set_sizes_contiguous(sizes);
+  }
+  growStorage(impl);
+  return self;
+}
+
+at::Tensor& setStorage(at::Tensor& self, at::Storage source) {
+  const auto count = static_cast<std::int64_t>(source.nbytes() / self.dtype().itemsize());
+  return setStorageOffset(self, std::move(source), 0, {count}, {});
+}
+
+at::Tensor& setTensor(at::Tensor& self, const at::Tensor& source) {
+  return setStorageOffset(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+at::Tensor& setEmpty(at::Tensor& self) {
+  auto data = Context::get().newBlock(0, self.device().index(), Born::Host);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), 0, std::move(data), offloadAllocator(), true);
+  return setStorageOffset(self, std::move(storage), 0, {0}, {});
+}
+
+// Module.to() asks this to decide whether a Parameter may keep its object: then ties and the optimizer's references survive a move.
+bool hasCompatibleShallowCopyType(const at::Tensor& self, const at::Tensor& from) {
+  auto dense = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
+           (tensor.is_cpu() || tensor.is_cuda() || isOffload(tensor));
+  };
+  return dense(self) && dense(from);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", emptyMemoryFormat);
+  m.impl("empty_strided", emptyStrided);
+  m.impl("resize_", resize);
+  m.impl("set_.source_Storage_storage_offset", setStorageOffset);
+  m.impl("set_.source_Storage", setStorage);
+  m.impl("set_.source_Tensor", setTensor);
+  m.impl("set_", setEmpty);
+  m.impl("_has_compatible_shallow_copy_type", hasCompatibleShallowCopyType);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", hasCompatibleShallowCopyType);
+}
+
+} // namespace offload

@@ -1,0 +1,80 @@
+#include "aten/placement.h"
+
+#include "aten/fetch.h"
+
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+namespace offload {
+namespace {
+
+thread_local int hostScopes = 0;
+
+constexpr c10::DispatchKeySet kWrapperKeys({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
+                                            c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize});
+
+} // namespace
+
+void Operands::add(const at::Tensor& tensor, bool written) {
+  if (!tensor.defined()) return;
+  const c10::Device device = tensor.device();
+  const bool plain = !tensor.key_set().has_any(kWrapperKeys);
+  wrapped = wrapped || !plain;
+  const bool dims = tensor.dim() > 0;
+  switch (device.type()) {
+    case kOffload: {
+      if (!offload) index = device.index();
+      offload = true;
+      offloadDims = offloadDims || dims;
+      if (!plain || !tensor.has_storage() || tensor.storage().nbytes() == 0) return;
+      const bool onDevice = blockOf(tensor.storage()).born == Born::Device;
+      deviceBorn = deviceBorn || onDevice;
+      targetDeviceBorn = targetDeviceBorn || (written && onDevice);
+      return;
+    }
+    case c10::DeviceType::CUDA:
+      (dims ? cuda : cudaScalar) = device;
+      return;
+    case c10::DeviceType::CPU:
+      cpu = cpu || dims;
+      return;
+    default:
+      return;
+  }
+}
+
+Placement place(const Operands& operands, Effect effect) {
+  const c10::Device home(kOffload, operands.index);
+  if (operands.cuda) return {*operands.cuda, false, home};
+  if (operands.cpu) {
+    const Context& context = Context::get();
+    // On the simulated link CPU tensors play CUDA's part.
+    return {context.backend() == Backend::Sim ? pairedDevice(0) : c10::Device(c10::kCPU), false, home};
+  }
+  if (operands.cudaScalar && !operands.offloadDims) return {*operands.cudaScalar, false, home};
+  const bool onDevice = !HostScope::active() &&
+                        (effect == Effect::NewValue || (effect == Effect::Movement && operands.deviceBorn) ||
+                         (effect == Effect::InPlace && operands.targetDeviceBorn));
+  return {onDevice ? pairedDevice(operands.index) : c10::Device(c10::kCPU), true, home};
+}
+
+bool HostScope::active() noexcept {
+  return hostScopes > 0;
+}
+
+void HostScope::enter() noexcept {
+  ++hostScopes;
+}
+
+void HostScope::leave() noexcept {
+  if (hostScopes > 0) --hostScopes;
+}
+
+bool tracing() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  using Key = c10::impl::TorchDispatchModeKey;
+  if (!Modes::any_modes_set()) return false;
+  return Modes::get_mode(Key::FAKE).has_value() || Modes::get_mode(Key::PROXY).has_value() ||
+         Modes::get_mode(Key::FUNCTIONAL).has_value();
+}
+
+} // namespace offload

@@ -1,0 +1,60 @@
+// The placement rule: where an operation computes and where its result lives.
+//
+// Note [The placement rule]
+// Compute happens where the activations are; offload tensors follow. A tensor with dims on CUDA, or else on the CPU, decides, and
+// the result stays there. Among offload tensors alone a new value is made on the paired device, what merely moves values is made
+// where the operand was born, and what is changed in place is changed where it was born. Where something was born never changes,
+// so no result depends on what the cache holds. Within an optimizer's step, or torch_offload.on_host(), all of this is on the
+// host. 0-dim tensors count as nothing beside tensors with dims.
+#pragma once
+
+#include "aten/context.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace offload {
+
+/// What an operation is given, as far as the rule asks.
+struct Operands {
+  bool offload = false;       // any offload tensor
+  bool deviceBorn = false;    // any whose Block was born on a device
+  bool targetDeviceBorn = false; // one that is written to
+  bool wrapped = false;       // tensor subclasses and functorch's wrappers, which only the kernel below can open
+  std::optional<c10::Device> cuda;       // of a CUDA tensor with dims
+  std::optional<c10::Device> cudaScalar; // of a 0-dim CUDA tensor
+  bool cpu = false;           // a CPU tensor with dims
+  bool offloadDims = false;   // an offload tensor with dims
+  c10::DeviceIndex index = 0; // of the first offload tensor
+
+  void add(const at::Tensor& tensor, bool written);
+};
+
+struct Placement {
+  c10::Device compute; // a target of fetchTo()
+  bool toOffload;      // results are offload tensors
+  c10::Device home;    // which offload device, then
+};
+
+enum class Effect {
+  NewValue,
+  Movement, // values are moved, none is computed
+  InPlace,  // writes to an operand
+};
+
+/// Only for operands with an offload tensor among them.
+Placement place(const Operands& operands, Effect effect);
+
+/// While one lives, operations of this thread on offload tensors alone run on the host.
+class HostScope {
+ public:
+  static bool active() noexcept;
+  static void enter() noexcept;
+  static void leave() noexcept;
+};
+
+/// Whether torch.compile, torch.export or make_fx is tracing on this thread: tensors then have no memory.
+bool tracing();
+
+} // namespace offload

@@ -1,0 +1,218 @@
+// Note [The generic kernel]
+// One way for every operation: fetch the offload operands to where it computes, call it again on what was fetched, with PyTorch's
+// own derivative, and stash the results where the placement says so. It stands on two keys. On AutogradPrivateUse1 fetch and stash
+// are differentiable, so the operation's graph is the plain device's. On PrivateUse1 it serves calls without autograd, and what
+// PyTorch's own kernel above has already recorded: operations that write to offload tensors alone.
+// Operands inside wrappers (tensor subclasses, functorch) get the kernel that was there before; it unwraps them and comes back.
+#include "autograd/generic.h"
+
+#include "aten/fetch.h"
+#include "aten/host_kernel.h"
+#include "aten/op_traits.h"
+#include "autograd/nodes.h"
+#include "autograd/release_refill.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <unordered_set>
+
+namespace offload {
+namespace {
+
+using c10::DispatchKey;
+using torch::jit::Stack;
+
+std::mutex fallbacksMutex;
+std::map<std::string, std::uint64_t>& fallbacks() {
+  static auto* instance = new std::map<std::string, std::uint64_t>();
+  return *instance;
+}
+
+// Autocast looked at the operands before the offload ones were fetched and left those alone. It has excluded itself since; let in
+// again, its own kernel casts all of them by its own lists, on the device.
+class AutocastAgain {
+ public:
+  AutocastAgain(const OpTraits& traits, c10::DeviceType type) {
+    const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutogradPrivateUse1);
+    if (!traits.autocasts || !at::autocast::is_autocast_enabled(type)) return;
+    if (!aboveAutograd && !c10::InferenceMode::is_enabled()) return;
+    auto keys = c10::impl::tls_local_dispatch_key_set();
+    keys.excluded_ = keys.excluded_.remove(type == c10::kCUDA ? DispatchKey::AutocastCUDA : DispatchKey::AutocastCPU);
+    guard_.emplace(keys);
+  }
+
+ private:
+  std::optional<c10::impl::ForceDispatchKeyGuard> guard_;
+};
+
+// An operand that is written to where it isn't at home: the operation gets a copy, and the operand is then copied from.
+struct Written {
+  at::Tensor source;
+  at::Tensor work;
+  ArgumentTraits argument;
+};
+
+void copyBack(const Written& written) {
+  std::optional<at::NoGradGuard> noGrad;
+  if (written.argument.hidden) noGrad.emplace();
+  if (written.argument.out && written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
+  const_cast<at::Tensor&>(written.source).copy_(written.work);
+}
+
+void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack) {
+  const bool cached = isCached(placement.compute);
+  const bool hiddenWrites = traits.writesHidden(stack);
+  ReleaseRefill watch;
+  std::vector<Written> writes;
+  std::vector<std::pair<at::Tensor, at::Tensor>> fetched;
+  replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& argument) -> at::Tensor {
+    if (!isOffload(tensor)) return tensor.is_cuda() && !placement.compute.is_cuda() ? tensor.cpu() : at::Tensor();
+    auto value = fetch(tensor, placement.compute);
+    if (argument.written || (argument.hidden && hiddenWrites)) {
+      writes.push_back({tensor, value.clone(), argument});
+      return writes.back().work;
+    }
+    if (cached) watch.add(tensor, value);
+    fetched.emplace_back(tensor, value);
+    return value;
+  });
+  useArgumentsOf(placement.compute.type(), traits, stack);
+  {
+    AutocastAgain autocast(traits, placement.compute.type());
+    op.callBoxed(&stack);
+  }
+  watch.finish(resultTensors(traits.results, stack));
+  for (const auto& written : writes) copyBack(written);
+  replaceResults(traits.results, stack, [&](const at::Tensor& result) {
+    for (const auto& written : writes) {
+      if (result.is_same(written.work)) return written.source;
+    }
+    if (!placement.toOffload) return result;
+    for (const auto& [source, value] : fetched) {
+      if (result.is_same(value)) return source;
+    }
+    return stash(result, placement.home);
+  });
+}
+
+void runFetched(const c10::OperatorHandle& op, const OpTraits& traits, Placement placement, Stack& stack) {
+  if (!placement.toOffload || !placement.compute.is_cuda()) return callFetched(op, traits, placement, stack);
+  const Stack arguments(stack.end() - static_cast<std::ptrdiff_t>(traits.arguments.size()), stack.end());
+  try {
+    return callFetched(op, traits, placement, stack);
+  } catch (const c10::NotImplementedError&) {
+    // The paired device has no kernel for it (integer matmul, say).
+    std::lock_guard lock(fallbacksMutex);
+    ++fallbacks()[op.schema().name()];
+  }
+  stack.assign(arguments.begin(), arguments.end());
+  placement.compute = c10::Device(c10::kCPU);
+  callFetched(op, traits, placement, stack);
+}
+
+class AutogradKernel final : public c10::OperatorKernel {
+ public:
+  AutogradKernel(const c10::OperatorHandle& op, std::shared_ptr<const OpTraits> traits)
+      : traits_(std::move(traits)), below_(op.getComputedKernelForDispatchKey(DispatchKey::AutogradPrivateUse1)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const Operands operands = traits_->operands(*stack);
+    if (!operands.offload || (operands.wrapped && !tracing())) return below_.callBoxed(op, keys, stack);
+    // A cast is made where the operand was born; what changes devices is a copy.
+    if (traits_->convertsDevice && (!operands.deviceBorn || traits_->leavesDevice(*stack))) {
+      return below_.callBoxed(op, keys, stack);
+    }
+    const Placement placement = place(operands, traits_->effect);
+    // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.
+    if (traits_->effect == Effect::InPlace && (placement.toOffload || !(isCached(placement.compute) || recordsGraph()))) {
+      return below_.callBoxed(op, keys, stack);
+    }
+    runFetched(op, *traits_, placement, *stack);
+  }
+
+ private:
+  const std::shared_ptr<const OpTraits> traits_;
+  const c10::SafeKernelFunction below_;
+};
+
+void runBelowAutograd(const c10::OperatorHandle& op, const OpTraits& traits, Stack* stack) {
+  const Operands operands = traits.operands(*stack);
+  const Placement placement = place(operands, traits.effect);
+  if (traits.effect == Effect::InPlace && !isCached(placement.compute)) {
+    runOnHost(op, traits, *stack, [&placement](const at::Tensor& result) {
+      return placement.toOffload ? stash(result, placement.home) : result;
+    });
+  } else {
+    runFetched(op, traits, placement, *stack);
+  }
+}
+
+class BackendKernel final : public c10::OperatorKernel {
+ public:
+  explicit BackendKernel(std::shared_ptr<const OpTraits> traits) : traits_(std::move(traits)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
+    runBelowAutograd(op, *traits_, stack);
+  }
+
+ private:
+  const std::shared_ptr<const OpTraits> traits_;
+};
+
+// For operations that were defined after the last interceptOperations().
+void backendFallback(const c10::OperatorHandle& op, Stack* stack) {
+  runBelowAutograd(op, OpTraits(op), stack);
+}
+
+template <class Kernel>
+torch::CppFunction boxed(std::unique_ptr<Kernel> kernel) {
+  return torch::CppFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(std::move(kernel)));
+}
+
+} // namespace
+
+std::size_t interceptOperations() {
+  static std::mutex mutex;
+  static auto* libraries = new std::map<std::string, torch::Library>();
+  std::lock_guard lock(mutex);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  std::size_t count = 0;
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findSchema(name);
+    if (!op || !isInterceptable(*op)) continue;
+    const std::size_t colons = name.name.find("::");
+    const std::string space = name.name.substr(0, colons);
+    auto library = libraries->find(space);
+    if (library == libraries->end()) {
+      library = libraries->emplace(space, torch::Library(torch::Library::IMPL, space, std::nullopt, __FILE__, __LINE__)).first;
+    }
+    std::string local = name.name.substr(colons + 2);
+    if (!name.overload_name.empty()) local += "." + name.overload_name;
+    auto traits = std::make_shared<const OpTraits>(*op);
+    const bool composite = op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+    if (composite || op->hasKernelForDispatchKey(DispatchKey::Autograd)) {
+      library->second.impl(local.c_str(), DispatchKey::AutogradPrivateUse1, boxed(std::make_unique<AutogradKernel>(*op, traits)));
+    }
+    if (!traits->convertsDevice) {
+      library->second.impl(local.c_str(), DispatchKey::PrivateUse1, boxed(std::make_unique<BackendKernel>(traits)));
+    }
+    ++count;
+  }
+  return count;
+}
+
+std::map<std::string, std::uint64_t> hostFallbacks() {
+  std::lock_guard lock(fallbacksMutex);
+  return fallbacks();
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&backendFallback>());
+}
+
+} // namespace offload

@@ -1,0 +1,18 @@
+// The kernel of every operation that has none of its own here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+
+namespace offload {
+
+/// Registers the generic kernel for every operation that the dispatcher knows and that isn't served yet; how many that were.
+/// Operations of any namespace, and those defined later, are found by calling it again.
+std::size_t interceptOperations();
+
+/// How often an operation on offload tensors alone had no kernel on the paired device and ran on the host instead, by name.
+std::map<std::string, std::uint64_t> hostFallbacks();
+
+} // namespace offload

@@ -1,0 +1,148 @@
+#include "autograd/nodes.h"
+
+#include "aten/fetch.h"
+#include "aten/placement.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+namespace offload {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+at::Tensor callFetch(const at::Tensor& self, c10::Device target) {
+  static auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("offload::fetch", "").typed<at::Tensor(const at::Tensor&, c10::Device)>();
+  return op.call(self, target);
+}
+
+at::Tensor callStash(const at::Tensor& self, c10::Device home) {
+  static auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("offload::stash", "").typed<at::Tensor(const at::Tensor&, c10::Device)>();
+  return op.call(self, home);
+}
+
+struct FetchBackward final : Node {
+  c10::Device home{kOffload};
+
+  variable_list apply(variable_list&& inputs) override {
+    at::Tensor gradient = std::move(inputs[0]);
+    inputs.clear();
+    if (!gradient.defined() || !task_should_compute_output(0)) return {at::Tensor()};
+    // A gradient that nobody else holds gives its memory away; any other stays its holder's, who may write to it.
+    const bool ours = gradient.use_count() == 1 && gradient.has_storage() && gradient.storage().use_count() == 1;
+    if (!ours || torch::autograd::GradMode::is_enabled() || tracing()) return {callStash(gradient, home)};
+    return {stashResult(gradient, home)};
+  }
+  std::string name() const override {
+    return "FetchBackward";
+  }
+};
+
+struct StashBackward final : Node {
+  c10::Device target{c10::kCPU};
+
+  variable_list apply(variable_list&& inputs) override {
+    if (!inputs[0].defined() || !task_should_compute_output(0)) return {at::Tensor()};
+    if (!isOffload(inputs[0])) return {inputs[0].to(target)};
+    return {callFetch(inputs[0], target)};
+  }
+  std::string name() const override {
+    return "StashBackward";
+  }
+};
+
+bool needsNode(const at::Tensor& input) {
+  return at::GradMode::is_enabled() && input.requires_grad();
+}
+
+template <class NodeType>
+std::shared_ptr<NodeType> nodeFor(const at::Tensor& input) {
+  auto node = std::shared_ptr<NodeType>(new NodeType(), torch::autograd::deleteNode);
+  node->set_next_edges(torch::autograd::collect_next_edges(input));
+  return node;
+}
+
+at::Tensor fetchAutograd(const at::Tensor& self, c10::Device target) {
+  at::Tensor result;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    result = callFetch(self, target);
+  }
+  if (needsNode(self)) {
+    auto node = nodeFor<FetchBackward>(self);
+    node->home = self.device();
+    torch::autograd::set_history(result, node);
+  }
+  return result;
+}
+
+void recordStash(const at::Tensor& input, const at::Tensor& result) {
+  auto node = nodeFor<StashBackward>(input);
+  // An alias of the host bytes has no index, on the simulated link neither.
+  node->target = input.is_cuda() ? input.device() : pairedDevice(0);
+  torch::autograd::set_history(result, node);
+}
+
+at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
+  at::Tensor result;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    result = callStash(self, home);
+  }
+  if (needsNode(self)) recordStash(self, result);
+  return result;
+}
+
+} // namespace
+
+at::Tensor fetch(const at::Tensor& offload, c10::Device target) {
+  return callFetch(offload, target);
+}
+
+at::Tensor stash(const at::Tensor& result, c10::Device home) {
+  if (tracing()) return callStash(result, home);
+  at::Tensor stashed;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    stashed = stashResult(result, home);
+  }
+  if (recordsGraph() && result.requires_grad()) recordStash(result, stashed);
+  return stashed;
+}
+
+bool recordsGraph() {
+  return at::GradMode::is_enabled() && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradPrivateUse1);
+}
+
+TORCH_LIBRARY(offload, m) {
+  m.def("fetch(Tensor self, Device device) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("stash(Tensor self, Device device) -> Tensor", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(offload, PrivateUse1, m) {
+  m.impl("fetch", fetchTo);
+}
+
+TORCH_LIBRARY_IMPL(offload, AutogradPrivateUse1, m) {
+  m.impl("fetch", fetchAutograd);
+}
+
+TORCH_LIBRARY_IMPL(offload, CPU, m) {
+  m.impl("stash", stashCopy);
+}
+
+TORCH_LIBRARY_IMPL(offload, CUDA, m) {
+  m.impl("stash", stashCopy);
+}
+
+TORCH_LIBRARY_IMPL(offload, Autograd, m) {
+  m.impl("stash", stashAutograd);
+}
+
+} // namespace offload

@@ -1,0 +1,17 @@
+// Fetch and stash for autograd: each is the other's derivative.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace offload {
+
+/// An offload tensor on a target of fetchTo(), differentiable.
+at::Tensor fetch(const at::Tensor& offload, c10::Device target);
+
+/// A result of an operation of ours as an offload tensor, differentiable; nobody else writes to its memory.
+at::Tensor stash(const at::Tensor& result, c10::Device home);
+
+/// Whether operations called now record a graph: grad mode is on and autograd's kernels have not run already.
+bool recordsGraph();
+
+} // namespace offload

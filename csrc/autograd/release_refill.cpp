@@ -1,0 +1,118 @@
+#include "autograd/release_refill.h"
+
+#include "aten/fetch.h"
+#include "aten/placement.h"
+#include "autograd/nodes.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_set>
+
+namespace offload {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// The fetched tensors of one call, emptied and refilled together; threads may run the call's nodes at once.
+class Emptied {
+ public:
+  explicit Emptied(std::vector<std::pair<at::Tensor, at::Tensor>> fetched) : fetched_(std::move(fetched)) {}
+
+  void empty() {
+    for (const auto& [source, fetched] : fetched_) releaseFetched(fetched);
+  }
+
+  void acquire() {
+    std::lock_guard lock(mutex_);
+    if (users_++ > 0) return;
+    for (const auto& [source, fetched] : fetched_) {
+      if (fetched.storage().nbytes() == 0) refillFetched(fetched, source);
+    }
+  }
+
+  void release() {
+    std::lock_guard lock(mutex_);
+    if (--users_ == 0 && !at::GradMode::is_enabled()) empty();
+  }
+
+ private:
+  std::mutex mutex_;
+  int users_ = 0;
+  const std::vector<std::pair<at::Tensor, at::Tensor>> fetched_;
+};
+
+struct Refill final : torch::autograd::FunctionPreHook {
+  explicit Refill(std::shared_ptr<Emptied> e) : emptied(std::move(e)) {}
+  variable_list operator()(const variable_list& gradients) override {
+    emptied->acquire();
+    return gradients;
+  }
+  std::shared_ptr<Emptied> emptied;
+};
+
+struct Release final : torch::autograd::FunctionPostHook {
+  explicit Release(std::shared_ptr<Emptied> e) : emptied(std::move(e)) {}
+  variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
+    emptied->release();
+    return outputs;
+  }
+  std::shared_ptr<Emptied> emptied;
+};
+
+// The nodes made since `first`, from the results down.
+std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64_t first) {
+  std::vector<Node*> todo;
+  for (const auto& result : results) {
+    if (result.defined() && result.grad_fn()) todo.push_back(result.grad_fn().get());
+  }
+  std::vector<Node*> made;
+  std::unordered_set<Node*> seen;
+  while (!todo.empty()) {
+    Node* node = todo.back();
+    todo.pop_back();
+    if (!seen.insert(node).second || node->sequence_nr() < first || node->name() == "FetchBackward") continue;
+    made.push_back(node);
+    for (const auto& edge : node->next_edges()) {
+      if (edge.function) todo.push_back(edge.function.get());
+    }
+  }
+  return made;
+}
+
+} // namespace
+
+ReleaseRefill::ReleaseRefill() : firstNode_(at::sequence_number::peek()) {}
+
+void ReleaseRefill::add(const at::Tensor& source, const at::Tensor& fetched) {
+  fetched_.emplace_back(source, fetched);
+}
+
+void ReleaseRefill::finish(const std::vector<at::Tensor>& results) {
+  if (fetched_.empty() || !recordsGraph() || tracing() || at::SavedTensorDefaultHooks::get_hooks()) return;
+  std::vector<std::pair<at::Tensor, at::Tensor>> mine;
+  for (const auto& [source, fetched] : fetched_) {
+    const bool aliased = std::any_of(results.begin(), results.end(), [&fetched = fetched](const at::Tensor& result) {
+      return result.defined() && result.has_storage() && result.storage().is_alias_of(fetched.storage());
+    });
+    if (!aliased) mine.emplace_back(source, fetched);
+  }
+  fetched_.clear();
+  if (mine.empty()) return;
+  const auto nodes = nodesMade(results, firstNode_);
+  if (nodes.empty()) return;
+  auto emptied = std::make_shared<Emptied>(std::move(mine));
+  for (Node* node : nodes) {
+    node->add_pre_hook(std::make_unique<Refill>(emptied));
+    node->add_post_hook(std::make_unique<Release>(emptied));
+  }
+  emptied->empty();
+}
+
+} // namespace offload

@@ -1,0 +1,32 @@
+// What an operation saved for backward must not keep fetched weights on the GPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace offload {
+
+/// Watches one call of an operation on fetched tensors.
+///
+/// Note [Release and refill]
+/// PyTorch's own derivative saves the fetched tensor, and with it device memory that must go as soon as the operation has been
+/// enqueued. So after the operation the nodes that it made get a hook before, which fetches into the same storage again, and one
+/// after, which empties it. The fetched tensor shares its source's version counter: a source that was changed in between raises
+/// PyTorch's own error. Left alone are storages that an output aliases, everything while saved-tensor hooks decide what is kept
+/// (checkpointing, save_on_cpu), everything while tracing, and, in a backward that records a graph, what that graph still needs.
+class ReleaseRefill {
+ public:
+  ReleaseRefill();
+  void add(const at::Tensor& source, const at::Tensor& fetched);
+  /// After the operation, with all of its results.
+  void finish(const std::vector<at::Tensor>& results);
+
+ private:
+  const std::uint64_t firstNode_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> fetched_;
+};
+
+} // namespace offload

@@ -1,0 +1,121 @@
+// The Python binding: thin, and nothing but it.
+#include "aten/context.h"
+#include "aten/placement.h"
+#include "aten/tensors.h"
+#include "autograd/generic.h"
+#include "compat/accelerator.h"
+#include "compat/torch_version.h"
+#include "core/host_wait.h"
+
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+namespace py = pybind11;
+
+namespace offload {
+namespace {
+
+Context& context() {
+  return Context::get();
+}
+
+int checkedIndex(int index) {
+  TORCH_CHECK(index >= 0 && index < deviceCount(), "offload: there is no device offload:", index, "; this machine has ",
+              static_cast<int>(deviceCount()), ".");
+  return index;
+}
+
+// Bytes and counts since the process began, or its peaks since they were reset.
+py::dict statistics(int index) {
+  py::dict result;
+  const Context* now = Context::ifCreated();
+  const ArenaStats host = now != nullptr ? now->arena().stats() : ArenaStats{};
+  result["host.allocated_bytes.current"] = host.allocated;
+  result["host.allocated_bytes.peak"] = host.allocatedPeak;
+  result["host.reserved_bytes.current"] = host.reserved;
+  result["host.reserved_bytes.peak"] = host.reservedPeak;
+  result["host.pinned_bytes.current"] = host.pinned;
+  result["host.allocations.current"] = host.count;
+  result["host.allocations.total"] = host.allocations;
+  const bool cache = now != nullptr && now->hasCache();
+  const ResidencyStats slots = cache ? now->residency().stats(checkedIndex(index)) : ResidencyStats{};
+  result["device.slot_bytes.current"] = slots.slotBytes;
+  result["device.slot_bytes.peak"] = slots.slotBytesPeak;
+  result["device.pinned_slot_bytes.current"] = slots.pinnedBytes;
+  result["cache.fetches"] = slots.fetches;
+  result["cache.hits"] = slots.hits;
+  result["cache.evictions"] = slots.evictions;
+  const TransferStats link = cache ? now->residency().transferStats(index) : TransferStats{};
+  result["link.bytes_to_device"] = link.bytesToDevice;
+  result["link.bytes_to_host"] = link.bytesToHost;
+  result["link.copies_to_device"] = link.copiesToDevice;
+  result["link.copies_to_host"] = link.copiesToHost;
+  result["host_fallbacks"] = hostFallbacks();
+  return result;
+}
+
+void resetPeaks(int index) {
+  const Context* now = Context::ifCreated();
+  if (now == nullptr) return;
+  now->arena().resetPeaks();
+  if (now->hasCache()) now->residency().resetPeaks(checkedIndex(index));
+}
+
+void emptyCache() {
+  const Context* now = Context::ifCreated();
+  if (now == nullptr) return;
+  if (now->hasCache()) {
+    for (int index = 0; index < now->link()->deviceCount(); ++index) now->residency().emptyCache(index);
+  }
+  now->arena().trim();
+}
+
+} // namespace
+
+PYBIND11_MODULE(_C, m) {
+  // Whoever waits for a copy lets other Python threads run.
+  setHostWaitScope([](const std::function<void()>& wait) {
+    if (PyGILState_Check() == 0) return wait();
+    py::gil_scoped_release release;
+    wait();
+  });
+
+  m.def("unsupported_torch", [](const std::string& version) { return compat::unsupportedTorch(version); });
+  m.def("correct_accelerator", [] {
+    const auto report = compat::correctAccelerator();
+    return py::make_tuple(report.getSlots, report.isSlots, report.where);
+  });
+  m.def("intercept_operations", &interceptOperations);
+
+  m.def("device_count", [] { return static_cast<int>(deviceCount()); });
+  m.def("current_device", [] { return static_cast<int>(currentIndex()); });
+  m.def("set_device", [](int index) { setCurrentIndex(static_cast<c10::DeviceIndex>(checkedIndex(index))); });
+  m.def("backend", [] {
+    switch (context().backend()) {
+      case Backend::Cuda:
+        return "cuda";
+      case Backend::Sim:
+        return "sim";
+      default:
+        return "host";
+    }
+  });
+  m.def("enter_host_scope", &HostScope::enter);
+  m.def("leave_host_scope", &HostScope::leave);
+  m.def("statistics", &statistics, py::arg("index") = 0);
+  m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
+  m.def("empty_cache", &emptyCache, py::call_guard<py::gil_scoped_release>());
+  m.def("ring_bytes", [] { return context().hasCache() ? context().residency().ringBytes() : 0; });
+  m.def("set_ring_bytes", [](std::size_t bytes) {
+    if (context().hasCache()) context().residency().setRingBytes(bytes);
+  });
+  m.def(
+      "drain",
+      [](bool close) {
+        if (const Context* now = Context::ifCreated()) now->drain(close);
+      },
+      py::arg("close") = false);
+}
+
+} // namespace offload

@@ -1,0 +1,41 @@
+"""An ``offload`` device for PyTorch: tensors live in host memory, and GPU memory is their cache.
+
+>>> import torch, torch_offload
+>>> model = torch.nn.Linear(4, 2).to("offload")  # parameters now live in (pinned) host memory
+>>> loss = model(torch.ones(1, 4)).sum()  # weights stream to where the input is, as they are needed
+>>> loss.backward()  # gradients stream back
+>>> model.weight.grad.device
+device(type='offload', index=0)
+
+Importing the package changes nothing for a program that never says "offload".
+"""
+
+from torch_offload._version_check import load_extension
+
+_C = load_extension()
+
+from torch_offload import _register  # noqa: E402
+
+_register.register(_C)
+
+from torch_offload._scopes import on_host  # noqa: E402
+from torch_offload.device import (  # noqa: E402
+    empty_cache,
+    get_ring_bytes,
+    memory_stats,
+    memory_summary,
+    set_ring_bytes,
+    synchronize,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "empty_cache",
+    "get_ring_bytes",
+    "memory_stats",
+    "memory_summary",
+    "on_host",
+    "set_ring_bytes",
+    "synchronize",
+]

@@ -1,0 +1,51 @@
+"""Optimizer steps on the host: the scope that ``torch.optim`` opens around every step."""
+
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torch_offload import _C
+
+
+class _HostScope(dict):
+    """The keyword arguments of one ``step`` call, which the step's frame holds until it ends.
+
+    A step that raises never reaches the post hook; the scope then ends when that frame is gone, with this object.
+    """
+
+    _open = False
+
+    def enter(self) -> "_HostScope":
+        _C.enter_host_scope()
+        self._open = True
+        return self
+
+    def leave(self) -> None:
+        if self._open:
+            self._open = False
+            _C.leave_host_scope()
+
+    __del__ = leave
+
+
+def _holds_offload(optimizer: Optimizer) -> bool:
+    return any(
+        getattr(parameter, "device", None) is not None and parameter.device.type == "offload"
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    return (args, _HostScope(kwargs).enter()) if _holds_offload(optimizer) else None
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+    if isinstance(kwargs, _HostScope):
+        kwargs.leave()
+
+
+def register() -> None:
+    """Opens the scope around the steps of every optimizer that holds offload parameters."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
