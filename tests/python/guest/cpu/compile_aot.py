@@ -1,0 +1,31 @@
+"""torch.compile with the aot_eager backend: graphs, results and recompilations."""
+
+import torch
+from bits import bits, state_bits
+from torch._dynamo.testing import CompileCounterWithBackend
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 2))
+counter = CompileCounterWithBackend("aot_eager")
+compiled = torch.compile(model, backend=counter, fullgraph=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for rows in (4, 4, 6, 10):
+    loss = compiled(torch.randn(rows, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex(), counter.frame_count, counter.op_count)
+print(state_bits(model))
+
+
+@torch.compile(backend="aot_eager", dynamic=True)
+def mixed(x, scale):
+    y = x.sin() + torch.ones_like(x) * scale
+    if scale > 2:
+        return y.to("cpu").cos()
+    return torch.nn.functional.dropout(y, 0.5)
+
+
+print(bits(mixed(torch.arange(6.0), 1)), bits(mixed(torch.arange(7.0), 3)))
+exported = torch.export.export(model, (torch.randn(4, 8),))
+print([node.name for node in exported.graph.nodes])
