@@ -8,13 +8,14 @@ import torch
 
 def register(extension: ModuleType) -> None:
     """Registers the device. Called once, by the import of the package."""
-    from torch_offload import _optimizer, _serialization, device
+    from torch_offload import _guest, _optimizer, _serialization, device
 
     torch.utils.rename_privateuse1_backend("offload")
     torch._register_device_module("offload", device)
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     extension.correct_accelerator()
     extension.intercept_operations()
+    _guest.leave_defaults_alone()
     _serialization.register()
     _optimizer.register()
     # Before Python's own teardown: later a tensor's deleter may run when CUDA is gone.

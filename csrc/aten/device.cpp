@@ -4,6 +4,7 @@
 // Host memory has no streams of its own: the order of copies is kept by Residency on the streams of the paired device. So the
 // guard has one constant default stream and events that have always happened, and autograd puts gradients of offload tensors on
 // whatever stream it runs on.
+#include "aten/cuda_glue.h"
 #include "aten/generator.h"
 #include "aten/tensors.h"
 
@@ -45,8 +46,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return c10::Stream(c10::Stream::DEFAULT, stream.device());
   }
+  // See Note [Backward without a GPU].
   c10::DeviceIndex deviceCount() const noexcept override {
-    return offload::deviceCount();
+    return cuda::deviceCount();
   }
   void destroyEvent(void* /*event*/, c10::DeviceIndex /*index*/) const noexcept override {}
   void record(void** /*event*/, const c10::Stream& /*stream*/, c10::DeviceIndex /*index*/,

@@ -34,6 +34,8 @@ class Aliases {
       auto found = storages_.find(key);
       if (found == storages_.end()) found = storages_.emplace(key, hostAliasStorage(tensor.storage())).first;
       alias = tensorOver(found->second, c10::kCPU, tensor, tensor.storage_offset());
+      // List operations bump the versions of what they write to by themselves.
+      shareVersionCounter(tensor, alias);
     }
     return alias;
   }

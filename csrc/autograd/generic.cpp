@@ -96,7 +96,7 @@ void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Pl
     for (const auto& [source, value] : fetched) {
       if (result.is_same(value)) return source;
     }
-    return stash(result, placement.home);
+    return stash(result, placement.home, placement.compute);
   });
 }
 
@@ -122,6 +122,7 @@ class AutogradKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Operands operands = traits_->operands(*stack);
+    if (recordsGraph()) keepBackwardOnCaller();
     if (!operands.offload || (operands.wrapped && !tracing())) return below_.callBoxed(op, keys, stack);
     // A cast is made where the operand was born; what changes devices is a copy.
     if (traits_->convertsDevice && (!operands.deviceBorn || traits_->leavesDevice(*stack))) {
@@ -145,7 +146,7 @@ void runBelowAutograd(const c10::OperatorHandle& op, const OpTraits& traits, Sta
   const Placement placement = place(operands, traits.effect);
   if (traits.effect == Effect::InPlace && !isCached(placement.compute)) {
     runOnHost(op, traits, *stack, [&placement](const at::Tensor& result) {
-      return placement.toOffload ? stash(result, placement.home) : result;
+      return placement.toOffload ? stash(result, placement.home, placement.compute) : result;
     });
   } else {
     runFetched(op, traits, placement, *stack);

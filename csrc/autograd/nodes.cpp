@@ -1,10 +1,12 @@
 #include "autograd/nodes.h"
 
+#include "aten/cuda_glue.h"
 #include "aten/fetch.h"
 #include "aten/placement.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
@@ -27,6 +29,14 @@ at::Tensor callStash(const at::Tensor& self, c10::Device home) {
   return op.call(self, home);
 }
 
+// Whether nobody but the holder of `gradient` can write to its memory. The gradient of a transposed weight is a view, whose base
+// then lives for the view's sake only.
+bool isSoleOwner(const at::Tensor& gradient) {
+  if (gradient.use_count() != 1 || !gradient.has_storage()) return false;
+  if (!gradient.is_view()) return gradient.storage().use_count() == 1;
+  return gradient.storage().use_count() == 2 && gradient._base().use_count() == 1;
+}
+
 struct FetchBackward final : Node {
   c10::Device home{kOffload};
 
@@ -34,9 +44,8 @@ struct FetchBackward final : Node {
     at::Tensor gradient = std::move(inputs[0]);
     inputs.clear();
     if (!gradient.defined() || !task_should_compute_output(0)) return {at::Tensor()};
-    // A gradient that nobody else holds gives its memory away; any other stays its holder's, who may write to it.
-    const bool ours = gradient.use_count() == 1 && gradient.has_storage() && gradient.storage().use_count() == 1;
-    if (!ours || torch::autograd::GradMode::is_enabled() || tracing()) return {callStash(gradient, home)};
+    // A gradient that nobody else holds gives its memory away.
+    if (!isSoleOwner(gradient) || torch::autograd::GradMode::is_enabled() || tracing()) return {callStash(gradient, home)};
     return {stashResult(gradient, home)};
   }
   std::string name() const override {
@@ -63,6 +72,7 @@ bool needsNode(const at::Tensor& input) {
 
 template <class NodeType>
 std::shared_ptr<NodeType> nodeFor(const at::Tensor& input) {
+  keepBackwardOnCaller();
   auto node = std::shared_ptr<NodeType>(new NodeType(), torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(input));
   return node;
@@ -82,10 +92,9 @@ at::Tensor fetchAutograd(const at::Tensor& self, c10::Device target) {
   return result;
 }
 
-void recordStash(const at::Tensor& input, const at::Tensor& result) {
+void recordStash(const at::Tensor& input, const at::Tensor& result, c10::Device target) {
   auto node = nodeFor<StashBackward>(input);
-  // An alias of the host bytes has no index, on the simulated link neither.
-  node->target = input.is_cuda() ? input.device() : pairedDevice(0);
+  node->target = target;
   torch::autograd::set_history(result, node);
 }
 
@@ -95,7 +104,7 @@ at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
     at::AutoDispatchBelowADInplaceOrView below;
     result = callStash(self, home);
   }
-  if (needsNode(self)) recordStash(self, result);
+  if (needsNode(self)) recordStash(self, result, self.device());
   return result;
 }
 
@@ -105,15 +114,20 @@ at::Tensor fetch(const at::Tensor& offload, c10::Device target) {
   return callFetch(offload, target);
 }
 
-at::Tensor stash(const at::Tensor& result, c10::Device home) {
+at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device computed) {
   if (tracing()) return callStash(result, home);
   at::Tensor stashed;
   {
     at::AutoDispatchBelowADInplaceOrView below;
     stashed = stashResult(result, home);
   }
-  if (recordsGraph() && result.requires_grad()) recordStash(result, stashed);
+  if (recordsGraph() && result.requires_grad()) recordStash(result, stashed, computed);
   return stashed;
+}
+
+void keepBackwardOnCaller() {
+  static const bool alone = cuda::deviceCount() == 0;
+  if (alone) c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
 }
 
 bool recordsGraph() {

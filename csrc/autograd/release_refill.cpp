@@ -66,6 +66,15 @@ struct Release final : torch::autograd::FunctionPostHook {
   std::shared_ptr<Emptied> emptied;
 };
 
+// What only looks at sizes: these save no tensor, and a refill would be for nothing.
+bool savesTensors(const Node& node) {
+  static const std::unordered_set<std::string> shapesOnly{
+      "TBackward0",       "TransposeBackward0", "ViewBackward0",         "UnsafeViewBackward0", "ReshapeAliasBackward0",
+      "ExpandBackward0",  "PermuteBackward0",   "UnsqueezeBackward0",    "SqueezeBackward1",    "SelectBackward0",
+      "SliceBackward0",   "SplitBackward0",     "AsStridedBackward0",    "FetchBackward",       "StashBackward"};
+  return !shapesOnly.contains(node.name());
+}
+
 // The nodes made since `first`, from the results down.
 std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64_t first) {
   std::vector<Node*> todo;
@@ -77,8 +86,10 @@ std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64
   while (!todo.empty()) {
     Node* node = todo.back();
     todo.pop_back();
-    if (!seen.insert(node).second || node->sequence_nr() < first || node->name() == "FetchBackward") continue;
-    made.push_back(node);
+    // The sinks of gradients carry the highest number, whenever they were made.
+    const bool sink = node->sequence_nr() == UINT64_MAX;
+    if (!seen.insert(node).second || node->sequence_nr() < first || sink) continue;
+    if (savesTensors(*node)) made.push_back(node);
     for (const auto& edge : node->next_edges()) {
       if (edge.function) todo.push_back(edge.function.get());
     }

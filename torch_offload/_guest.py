@@ -1,0 +1,36 @@
+"""Keeps the defaults of PyTorch's Python code what they are without this package.
+
+Two of them fall on any PrivateUse1 backend that is registered, where there is no GPU or even beside one. That an offload tensor
+lives in host memory makes both wrong: the device has no kernels of its own, and a program has to ask for it by name.
+"""
+
+import sys
+
+import torch
+from torch.profiler import ProfilerActivity
+
+
+def leave_defaults_alone() -> None:
+    """To be called once, after the backend is registered."""
+    _leave_profiler_activities()
+    _leave_available_device_type()
+
+
+def _leave_profiler_activities() -> None:
+    # profile() profiles all listed activities unless told otherwise. What offload tensors enqueue is listed as CUDA's.
+    listed = torch.autograd._supported_activities
+    torch.autograd._supported_activities = lambda: listed() - {ProfilerActivity.PrivateUse1}
+
+
+def _leave_available_device_type() -> None:
+    # Without a GPU, DataParallel would move its model to offload.
+    chosen = torch._utils._get_available_device_type
+
+    def available_device_type() -> str | None:
+        name = chosen()
+        return None if name == "offload" else name
+
+    # Modules that are loaded hold the function by its name.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("_get_available_device_type") is chosen:
+            module._get_available_device_type = available_device_type
