@@ -1,7 +1,8 @@
-"""Optimizer steps on the host: the scope that ``torch.optim`` opens around every step."""
+"""Optimizer steps on the host: the scope that ``torch.optim`` opens around every step, and the CPU's choice of algorithm."""
 
 from typing import Any
 
+from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_offload import _C
@@ -45,7 +46,15 @@ def _after(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         kwargs.leave()
 
 
+def _default_to_the_cpus_algorithm() -> None:
+    # PyTorch takes every PrivateUse1 device for one on which list operations pay. On the host they don't: the temporaries of such
+    # a step are as large as the model.
+    supported = optimizer_module._get_foreach_kernels_supported_devices
+    optimizer_module._get_foreach_kernels_supported_devices = lambda: [name for name in supported() if name != "offload"]
+
+
 def register() -> None:
     """Opens the scope around the steps of every optimizer that holds offload parameters."""
+    _default_to_the_cpus_algorithm()
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)

@@ -46,7 +46,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return c10::Stream(c10::Stream::DEFAULT, stream.device());
   }
-  // See Note [Backward without a GPU].
+  // Autograd runs the nodes of a device that isn't the CPU in a thread of its own, and starts as many as the guards report. With
+  // such a thread a process can't fork and go on, nor always exit cleanly. So without a GPU no device is reported, and backward
+  // runs on its caller's thread, as for CPU tensors: torch_offload/_backward.py.
   c10::DeviceIndex deviceCount() const noexcept override {
     return cuda::deviceCount();
   }

@@ -122,7 +122,6 @@ class AutogradKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Operands operands = traits_->operands(*stack);
-    if (recordsGraph()) keepBackwardOnCaller();
     if (!operands.offload || (operands.wrapped && !tracing())) return below_.callBoxed(op, keys, stack);
     // A cast is made where the operand was born; what changes devices is a copy.
     if (traits_->convertsDevice && (!operands.deviceBorn || traits_->leavesDevice(*stack))) {

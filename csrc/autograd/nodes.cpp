@@ -1,12 +1,10 @@
 #include "autograd/nodes.h"
 
-#include "aten/cuda_glue.h"
 #include "aten/fetch.h"
 #include "aten/placement.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
@@ -72,7 +70,6 @@ bool needsNode(const at::Tensor& input) {
 
 template <class NodeType>
 std::shared_ptr<NodeType> nodeFor(const at::Tensor& input) {
-  keepBackwardOnCaller();
   auto node = std::shared_ptr<NodeType>(new NodeType(), torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(input));
   return node;
@@ -125,11 +122,6 @@ at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device compute
   return stashed;
 }
 
-void keepBackwardOnCaller() {
-  static const bool alone = cuda::deviceCount() == 0;
-  if (alone) c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-}
-
 bool recordsGraph() {
   return at::GradMode::is_enabled() && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradPrivateUse1);
 }
@@ -137,6 +129,17 @@ bool recordsGraph() {
 TORCH_LIBRARY(offload, m) {
   m.def("fetch(Tensor self, Device device) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("stash(Tensor self, Device device) -> Tensor", {at::Tag::pt2_compliant_tag});
+}
+
+// Fetch and stash carry the bits over; resolving them first would take an operation, which would fetch.
+TORCH_LIBRARY_IMPL(offload, Conjugate, m) {
+  m.impl("fetch", torch::CppFunction::makeFallthrough());
+  m.impl("stash", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(offload, Negative, m) {
+  m.impl("fetch", torch::CppFunction::makeFallthrough());
+  m.impl("stash", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(offload, PrivateUse1, m) {

@@ -68,8 +68,6 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   slot->buffer.bytes = bytes;
   std::vector<Token> after;
   block.writers.appendTo(after);
-  std::vector<Token> earlier;
-  block.readers.appendTo(earlier);
   ++block.issuing;
   lock.unlock();
 
@@ -79,15 +77,12 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     slot->buffer = allocate(dev, bytes);
     slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
     copyIn(*slot, block, dev, after, stream);
-    for (const Token& token : earlier) token.done(); // lets prune() below forget them
   } catch (...) {
     failure = std::current_exception();
   }
 
   lock.lock();
   --block.issuing;
-  block.readers.prune();
-  block.writers.prune();
   if (failure) {
     dev.stats.slotBytes -= bytes;
     dev.stats.pinnedBytes -= bytes;
@@ -403,7 +398,6 @@ void Residency::unpin(const std::shared_ptr<Slot>& slot, const std::vector<Strea
   }
   {
     Lock lock(mutex_);
-    slot->readers.prune();
     for (Token& token : used) slot->readers.add(std::move(token));
     if (--slot->pins == 0) setIdle(slot, retired);
   }

@@ -2,6 +2,7 @@
 
 #include "core/host_wait.h"
 
+#include <cstdint>
 #include <unordered_map>
 
 namespace offload {
@@ -12,6 +13,7 @@ struct EventPool::Shared {
   std::mutex mutex;
   bool closed = false;
   std::unordered_map<int, std::vector<Event>> idle;
+  std::atomic<std::uint64_t> clock{0};
 };
 
 struct Token::Record {
@@ -28,6 +30,9 @@ struct Token::Record {
   Stream stream;
   Event event;
   std::atomic<bool> done{false};
+  /// A clock's readings before and after the event was recorded: threads that record on one stream at once can't tell their order.
+  std::uint64_t recording = 0;
+  std::uint64_t recorded = 0;
 };
 
 bool Token::done() const {
@@ -52,8 +57,8 @@ void Token::orderBefore(Stream stream) const {
   record_->pool->link.wait(stream, record_->event);
 }
 
-Stream Token::stream() const {
-  return record_->stream;
+bool Token::impliedBy(const Token& later) const noexcept {
+  return record_->stream == later.record_->stream && record_->recorded < later.record_->recording;
 }
 
 EventPool::EventPool(Link& link) : shared_(std::make_shared<Shared>(link)) {}
@@ -82,12 +87,16 @@ Token EventPool::record(Stream stream) {
   }
   if (event == nullptr) event = shared_->link.createEvent(stream.device);
   auto record = std::make_shared<Token::Record>(shared_, stream, event);
+  record->recording = shared_->clock++;
   shared_->link.record(event, stream);
+  record->recorded = shared_->clock++;
   return Token(std::move(record));
 }
 
 void TokenSet::add(Token token) {
-  if (!token.knownDone()) tokens_.push_back(std::move(token));
+  if (token.knownDone()) return;
+  std::erase_if(tokens_, [&token](const Token& earlier) { return earlier.impliedBy(token); });
+  tokens_.push_back(std::move(token));
 }
 
 void TokenSet::prune() {

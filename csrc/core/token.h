@@ -24,8 +24,8 @@ class Token {
   void wait() const;
   /// Makes later work on `stream` run after this. Never blocks.
   void orderBefore(Stream stream) const;
-  /// Where it was recorded; only for a token that is not default.
-  Stream stream() const;
+  /// Whether `later` was recorded on the same stream after this one, so that it being done tells that this one is.
+  bool impliedBy(const Token& later) const noexcept;
 
  private:
   friend class EventPool;
@@ -53,6 +53,7 @@ class EventPool {
 /// What reads, or what writes, some bytes at present. Guarded by whoever owns it.
 class TokenSet {
  public:
+  /// Takes the place of the tokens that it implies: a set holds a few tokens for each stream, however often it is added to.
   void add(Token token);
   /// Forgets tokens that are known to be done.
   void prune();

@@ -1,5 +1,6 @@
 // The Python binding: thin, and nothing but it.
 #include "aten/context.h"
+#include "aten/fetch.h"
 #include "aten/placement.h"
 #include "aten/tensors.h"
 #include "autograd/generic.h"
@@ -10,6 +11,7 @@
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Device.h>
 
 namespace py = pybind11;
 
@@ -100,6 +102,10 @@ PYBIND11_MODULE(_C, m) {
       default:
         return "host";
     }
+  });
+  m.def("paired_device", [](int index) {
+    const c10::Device device = pairedDevice(static_cast<c10::DeviceIndex>(index));
+    return py::reinterpret_steal<py::object>(THPDevice_New(device));
   });
   m.def("enter_host_scope", &HostScope::enter);
   m.def("leave_host_scope", &HostScope::leave);
