@@ -16,6 +16,11 @@ namespace {
 std::atomic<Context*> theContext{nullptr};
 std::atomic<bool> forkedAfterUse{false};
 
+std::vector<std::function<void()>>& firstUseTasks() {
+  static auto* tasks = new std::vector<std::function<void()>>();
+  return *tasks;
+}
+
 std::size_t environmentNumber(const char* name, std::size_t otherwise) {
   const char* text = std::getenv(name);
   if (text == nullptr || *text == '\0') return otherwise;
@@ -56,9 +61,14 @@ Context& Context::get() {
     theContext.store(created, std::memory_order_release);
     // Plain host memory is the child's own after a fork; only what a device knows of is lost.
     if (created->hasCache()) pthread_atfork(nullptr, nullptr, [] { forkedAfterUse.store(true); });
+    for (const auto& task : firstUseTasks()) task();
     return created;
   }();
   return *instance;
+}
+
+void Context::atFirstUse(std::function<void()> task) {
+  firstUseTasks().push_back(std::move(task));
 }
 
 Context* Context::ifCreated() noexcept {
@@ -111,20 +121,31 @@ c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born b
   } catch (const OutOfMemory& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   }
-  auto block = std::make_unique<Block>(range.data, bytes, range.pinned ? BlockKind::Pinned : BlockKind::Pageable, born, index);
-  return {range.data, block.release(), &Context::deleteBlock, device};
+  auto* block = new Block(range.data, bytes, range.pinned ? BlockKind::Pinned : BlockKind::Pageable, born, index);
+  std::lock_guard lock(blocksMutex_);
+  blocks_[range.data] = block;
+  return {range.data, block, &Context::deleteBlock, device};
 }
 
 c10::DataPtr Context::foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner) {
-  auto block = std::make_unique<Block>(data, bytes, BlockKind::Foreign, Born::Host, index);
+  auto* block = new Block(data, bytes, BlockKind::Foreign, Born::Host, index);
   block->owner = std::move(owner);
-  return {data, block.release(), &Context::deleteBlock, c10::Device(kOffload, index)};
+  foreignBytes_ += bytes;
+  std::lock_guard lock(blocksMutex_);
+  blocks_[data] = block;
+  return {data, block, &Context::deleteBlock, c10::Device(kOffload, index)};
 }
 
 void Context::deleteBlock(void* context) noexcept {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
   if (forkedAfterUse.load(std::memory_order_relaxed)) return;
   Context& self = *ifCreated();
+  {
+    std::lock_guard lock(self.blocksMutex_);
+    const auto found = self.blocks_.find(block->data);
+    if (found != self.blocks_.end() && found->second == block.get()) self.blocks_.erase(found);
+  }
+  if (block->kind == BlockKind::Foreign) self.foreignBytes_ -= block->bytes;
   std::vector<Token> pending;
   if (self.residency_) pending = self.residency_->forget(*block);
   if (block->kind != BlockKind::Foreign) {
@@ -132,6 +153,12 @@ void Context::deleteBlock(void* context) noexcept {
   } else if (!pending.empty()) {
     self.arena_->keepAlive(std::move(block->owner), std::move(pending));
   }
+}
+
+Block* Context::blockAt(const void* data) const {
+  std::lock_guard lock(blocksMutex_);
+  const auto found = blocks_.find(data);
+  return found == blocks_.end() ? nullptr : found->second;
 }
 
 HostLease Context::lease(Block& block, Access access) const {
@@ -148,6 +175,10 @@ c10::DeviceIndex deviceCount() noexcept {
 
 Block& blockOf(const c10::StorageImpl& storage) {
   const c10::DataPtr& data = storage.data_ptr();
+  if (data.device().type() == kOffload && data.get_context() == nullptr) {
+    // PyTorch wraps a storage's address anew where it writes one to a file.
+    if (Block* block = Context::get().blockAt(data.get())) return *block;
+  }
   TORCH_CHECK(data.device().type() == kOffload && data.get_context() != nullptr, "offload: a storage of ", storage.nbytes(),
               " bytes on ", data.device(), " is not memory of the offload device; move the tensor with .to(\"offload\").");
   return *static_cast<Block*>(data.get_context());

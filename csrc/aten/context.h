@@ -8,8 +8,11 @@
 #include <c10/core/Storage.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <unordered_map>
 
 namespace offload {
 
@@ -39,6 +42,8 @@ class Context {
  public:
   /// Made at first use and never destroyed: tensors may outlive every static. Throws in a child of fork() whose parent used it.
   static Context& get();
+  /// Calls `task` once, when the Context is made.
+  static void atFirstUse(std::function<void()> task);
   /// Null before first use; for what must not create one (statistics, deleters, exit).
   static Context* ifCreated() noexcept;
 
@@ -70,6 +75,13 @@ class Context {
   /// The same over memory of somebody else, which `owner` keeps alive.
   c10::DataPtr foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner);
 
+  /// The Block whose host bytes begin at an address; null if there is none.
+  Block* blockAt(const void* data) const;
+  /// Bytes of Blocks over memory of somebody else.
+  std::size_t foreignBytes() const noexcept {
+    return foreignBytes_;
+  }
+
   /// Takes the right to read or to write host bytes; an empty lease where there is no cache to keep true.
   HostLease lease(Block& block, Access access) const;
 
@@ -84,6 +96,9 @@ class Context {
   std::unique_ptr<Link> link_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Residency> residency_;
+  mutable std::mutex blocksMutex_;
+  std::unordered_map<const void*, Block*> blocks_;
+  std::atomic<std::size_t> foreignBytes_{0};
 };
 
 /// The number of devices `offload:i`: one for each CUDA device, at least one. Does not touch the GPU.

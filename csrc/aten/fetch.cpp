@@ -16,7 +16,15 @@ struct AliasedMemory {
   c10::Storage source;
 };
 
-// cuda:i of a fetch, from the aligned beginning of the extent on.
+void deleteFetched(void* memory) {
+  delete static_cast<FetchedMemory*>(memory);
+}
+
+void deleteAliased(void* memory) {
+  delete static_cast<AliasedMemory*>(memory);
+}
+
+// The bytes of a fetch, from the aligned beginning of the extent on.
 c10::DataPtr fetchBytes(const at::Tensor& offload, const Extent& extent, c10::Device target) {
   if (extent.bytes() == 0) return {nullptr, c10::Device(target.type(), target.index())};
   Context& context = Context::get();
@@ -28,16 +36,16 @@ c10::DataPtr fetchBytes(const at::Tensor& offload, const Extent& extent, c10::De
   }
   void* data = pin.data();
   const c10::Device device = target.is_cpu() ? c10::Device(c10::kCPU) : target;
-  return {data, new FetchedMemory{std::move(pin)}, [](void* memory) { delete static_cast<FetchedMemory*>(memory); }, device};
+  return {data, new FetchedMemory{std::move(pin)}, &deleteFetched, device};
 }
 
 at::Tensor fetchAlias(const at::Tensor& offload) {
+  existingExtentOf(offload);
   const auto& source = offload.storage();
   HostLease lease;
   if (source.nbytes() > 0) lease = Context::get().lease(blockOf(source), Access::Read);
   auto* memory = new AliasedMemory{std::move(lease), source};
-  c10::DataPtr data(const_cast<void*>(source.data()), memory, [](void* owned) { delete static_cast<AliasedMemory*>(owned); },
-                    c10::Device(c10::kCPU));
+  c10::DataPtr data(const_cast<void*>(source.data()), memory, &deleteAliased, c10::Device(c10::kCPU));
   c10::Storage alias(c10::Storage::use_byte_size_t(), source.nbytes(), std::move(data), nullptr, false);
   return tensorOver(std::move(alias), c10::kCPU, offload, offload.storage_offset());
 }
@@ -49,6 +57,15 @@ std::shared_ptr<void> keep(const c10::Storage& storage) {
 
 bool coversItsStorage(const at::Tensor& value) {
   return value.storage().nbytes() > 0 && extentOf(value) == Extent{0, value.storage().nbytes()};
+}
+
+// The newest value of a Block is what its device has just written here.
+void adoptBytes(Block& block, const at::Tensor& value) {
+  Context& context = Context::get();
+  const auto& storage = value.storage();
+  const Stream stream = context.currentStream(value.is_cuda() ? value.device().index() : 0);
+  DeviceBuffer buffer{const_cast<void*>(storage.data()), storage.nbytes(), stream, keep(storage)};
+  context.residency().adopt(block, std::move(buffer), stream);
 }
 
 } // namespace
@@ -73,7 +90,7 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
               offload.layout(), "; offload tensors are dense.");
   at::Tensor result;
   if (isCached(target)) {
-    const Extent extent = extentOf(offload).aligned();
+    const Extent extent = existingExtentOf(offload).aligned();
     const auto item = static_cast<std::size_t>(offload.element_size());
     c10::Storage storage(c10::Storage::use_byte_size_t(), extent.bytes(), fetchBytes(offload, extent, target), nullptr, false);
     const auto shift = offload.numel() == 0 ? 0 : offload.storage_offset() - static_cast<std::int64_t>(extent.begin / item);
@@ -85,25 +102,23 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   return result;
 }
 
-at::Tensor stashCopy(const at::Tensor& value, c10::Device home) {
+at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed) {
   const auto strides = value.is_non_overlapping_and_dense() ? c10::DimVector(value.strides()) : c10::contiguous_strides(value.sizes());
-  auto result = emptyOffload(value.sizes(), strides, value.scalar_type(), home, value.is_cuda() ? Born::Device : Born::Host);
+  auto result = emptyOffload(value.sizes(), strides, value.scalar_type(), home, isCached(computed) ? Born::Device : Born::Host);
   result.copy_(value);
   return result;
 }
 
-at::Tensor stashResult(const at::Tensor& value, c10::Device home) {
+at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device computed) {
   Context& context = Context::get();
   const auto& storage = value.storage();
-  const bool onDevice = value.device().type() == context.computeType() && context.hasCache();
-  if (!coversItsStorage(value) || (context.hasCache() && !onDevice)) return stashCopy(value, home);
+  const bool onDevice = isCached(computed);
+  if (!coversItsStorage(value) || isFetched(value) || (context.hasCache() && !onDevice)) return stashCopy(value, home, computed);
   home = withIndex(home);
   c10::DataPtr data;
   if (onDevice) {
     data = context.newBlock(storage.nbytes(), home.index(), Born::Device);
-    const Stream stream = context.currentStream(value.is_cuda() ? value.device().index() : 0);
-    DeviceBuffer buffer{const_cast<void*>(storage.data()), storage.nbytes(), stream, keep(storage)};
-    context.residency().adopt(*static_cast<Block*>(data.get_context()), std::move(buffer), stream);
+    adoptBytes(*static_cast<Block*>(data.get_context()), value);
   } else {
     data = context.foreignBlock(const_cast<void*>(storage.data()), storage.nbytes(), home.index(), keep(storage));
   }
@@ -111,6 +126,25 @@ at::Tensor stashResult(const at::Tensor& value, c10::Device home) {
   auto result = tensorOver(std::move(stashed), kOffload, value, value.storage_offset());
   shareVersionCounter(value, result);
   return result;
+}
+
+bool replaceValue(const at::Tensor& offload, const at::Tensor& value) {
+  const bool same = offload.scalar_type() == value.scalar_type() && offload.sizes() == value.sizes() &&
+                    offload.strides() == value.strides() && offload.is_conj() == value.is_conj() &&
+                    offload.is_neg() == value.is_neg();
+  if (!same || !coversItsStorage(offload) || !coversItsStorage(value) || isFetched(value) ||
+      offload.storage().nbytes() != value.storage().nbytes() || offload.storage_offset() != value.storage_offset()) {
+    return false;
+  }
+  Block& block = blockOf(offload.storage());
+  if (block.born != Born::Device) return false;
+  adoptBytes(block, value);
+  return true;
+}
+
+bool isFetched(const at::Tensor& tensor) {
+  const auto deleter = tensor.storage().data_ptr().get_deleter();
+  return deleter == &deleteFetched || deleter == &deleteAliased;
 }
 
 void releaseFetched(const at::Tensor& fetched) {
@@ -122,7 +156,7 @@ void releaseFetched(const at::Tensor& fetched) {
 
 void refillFetched(const at::Tensor& fetched, const at::Tensor& offload) {
   auto* storage = fetched.storage().unsafeGetStorageImpl();
-  const Extent extent = extentOf(offload).aligned();
+  const Extent extent = existingExtentOf(offload).aligned();
   const c10::Device target = fetched.is_cuda() ? fetched.device() : pairedDevice(0);
   storage->set_data_ptr_noswap(fetchBytes(offload, extent, target));
   storage->set_nbytes(extent.bytes());

@@ -16,11 +16,19 @@ bool isCached(c10::Device target);
 /// The compute device that `offload:i` is paired with, or the host where there is none.
 c10::Device pairedDevice(c10::DeviceIndex index);
 
-/// An offload tensor with the value of `value`, which the caller keeps: nothing of its memory is held on to.
-at::Tensor stashCopy(const at::Tensor& value, c10::Device home);
+/// An offload tensor with the value of `value`, which the caller keeps: nothing of its memory is held on to. It was born where
+/// `computed`, a target of fetchTo(), is.
+at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed);
 
-/// The same for a result that nobody else will write to: its memory becomes a Slot of the new Block, with no copy on the device.
-at::Tensor stashResult(const at::Tensor& value, c10::Device home);
+/// The same for a result that nobody else will write to, made on the target `computed`: where that is a device, the memory becomes
+/// a Slot of the new Block, with no copy there; on a machine without one, the Block's host bytes.
+at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device computed);
+
+/// Makes such a result the value of an offload tensor that is all of its storage; false where it isn't, and nothing happened.
+bool replaceValue(const at::Tensor& offload, const at::Tensor& value);
+
+/// Whether a tensor's memory is that of a Slot or of a Block: then others read it too.
+bool isFetched(const at::Tensor& tensor);
 
 /// Drops the memory of a fetched tensor, and fetches it once more, its newest bytes then. See Note [Release and refill].
 void releaseFetched(const at::Tensor& fetched);

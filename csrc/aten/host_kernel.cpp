@@ -30,6 +30,7 @@ class Aliases {
   at::Tensor of(const at::Tensor& tensor) {
     auto& alias = tensors_[tensor.unsafeGetTensorImpl()];
     if (!alias.defined()) {
+      existingExtentOf(tensor);
       auto* key = tensor.storage().unsafeGetStorageImpl();
       auto found = storages_.find(key);
       if (found == storages_.end()) found = storages_.emplace(key, hostAliasStorage(tensor.storage())).first;

@@ -124,7 +124,6 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
     effect = Effect::Movement;
   }
   convertsDevice = schema.name() == "aten::_to_copy";
-  autocasts = op.hasKernelForDispatchKey(DispatchKey::AutocastCUDA) || op.hasKernelForDispatchKey(DispatchKey::AutocastCPU);
 }
 
 bool OpTraits::writesHidden(const torch::jit::Stack& stack) const {
@@ -167,6 +166,8 @@ bool isInterceptable(const c10::OperatorHandle& op) {
   if (kNeverIntercepted.contains(name) || makesItsOwnMemory(name) || isView(schema)) return false;
   // Given a device, these are dispatched by it, whatever their operands are.
   if (op.hasKernelForDispatchKey(DispatchKey::BackendSelect) && name != "aten::_to_copy") return false;
+  // These change sizes and strides of their operand, and none of its bytes.
+  if (op.hasTag(at::Tag::inplace_view)) return false;
   const bool takesTensors = std::any_of(schema.arguments().begin(), schema.arguments().end(),
                                         [](const c10::Argument& argument) { return holdsTensors(kindOf(argument)); });
   if (!takesTensors) return false;

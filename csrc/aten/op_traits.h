@@ -26,7 +26,6 @@ struct OpTraits {
   std::vector<ArgumentTraits> arguments;
   std::size_t results = 0;
   Effect effect = Effect::NewValue;
-  bool autocasts = false;    // autocast has a kernel for it
   bool convertsDevice = false; // its Device argument says where the result lives
   int trainingArgument = -1; // a bool that says whether hidden writes happen
 

@@ -46,6 +46,13 @@ Extent extentOf(const at::Tensor& tensor) {
   return {begin, begin + (last + 1) * item};
 }
 
+Extent existingExtentOf(const at::Tensor& tensor) {
+  const Extent extent = extentOf(tensor);
+  TORCH_CHECK(extent.end <= tensor.storage().nbytes(), "offload: a tensor of shape ", tensor.sizes(), " needs ", extent.end,
+              " bytes of its storage, which has ", tensor.storage().nbytes(), "; the storage was resized or freed.");
+  return extent;
+}
+
 at::Tensor tensorOver(c10::Storage storage, c10::DeviceType type, const at::Tensor& like, std::int64_t storageOffset) {
   auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keysOf(type), like.dtype());
   auto* impl = result.unsafeGetTensorImpl();
@@ -57,6 +64,7 @@ at::Tensor tensorOver(c10::Storage storage, c10::DeviceType type, const at::Tens
 }
 
 at::Tensor hostAlias(const at::Tensor& offload) {
+  existingExtentOf(offload);
   return tensorOver(hostAliasStorage(offload.storage()), c10::DeviceType::CPU, offload, offload.storage_offset());
 }
 

@@ -13,6 +13,8 @@ inline bool isOffload(const at::TensorBase& tensor) {
 
 /// The bytes of its storage that a strided tensor covers.
 Extent extentOf(const at::Tensor& tensor);
+/// The same, with an error where the storage doesn't have them: it was resized or freed.
+Extent existingExtentOf(const at::Tensor& tensor);
 
 /// A tensor of `like`'s dtype, sizes, strides and conjugate and negative bits over other memory.
 at::Tensor tensorOver(c10::Storage storage, c10::DeviceType type, const at::Tensor& like, std::int64_t storageOffset);

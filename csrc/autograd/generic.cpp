@@ -12,9 +12,7 @@
 #include "autograd/nodes.h"
 #include "autograd/release_refill.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
@@ -33,23 +31,6 @@ std::map<std::string, std::uint64_t>& fallbacks() {
   return *instance;
 }
 
-// Autocast looked at the operands before the offload ones were fetched and left those alone. It has excluded itself since; let in
-// again, its own kernel casts all of them by its own lists, on the device.
-class AutocastAgain {
- public:
-  AutocastAgain(const OpTraits& traits, c10::DeviceType type) {
-    const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutogradPrivateUse1);
-    if (!traits.autocasts || !at::autocast::is_autocast_enabled(type)) return;
-    if (!aboveAutograd && !c10::InferenceMode::is_enabled()) return;
-    auto keys = c10::impl::tls_local_dispatch_key_set();
-    keys.excluded_ = keys.excluded_.remove(type == c10::kCUDA ? DispatchKey::AutocastCUDA : DispatchKey::AutocastCPU);
-    guard_.emplace(keys);
-  }
-
- private:
-  std::optional<c10::impl::ForceDispatchKeyGuard> guard_;
-};
-
 // An operand that is written to where it isn't at home: the operation gets a copy, and the operand is then copied from.
 struct Written {
   at::Tensor source;
@@ -61,6 +42,11 @@ void copyBack(const Written& written) {
   std::optional<at::NoGradGuard> noGrad;
   if (written.argument.hidden) noGrad.emplace();
   if (written.argument.out && written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
+  if (!recordsGraph() && replaceValue(written.source, written.work)) {
+    const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutogradPrivateUse1);
+    if (aboveAutograd && !written.source.is_inference()) written.source.unsafeGetTensorImpl()->bump_version();
+    return;
+  }
   const_cast<at::Tensor&>(written.source).copy_(written.work);
 }
 
@@ -82,10 +68,7 @@ void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Pl
     return value;
   });
   useArgumentsOf(placement.compute.type(), traits, stack);
-  {
-    AutocastAgain autocast(traits, placement.compute.type());
-    op.callBoxed(&stack);
-  }
+  op.callBoxed(&stack);
   watch.finish(resultTensors(traits.results, stack));
   for (const auto& written : writes) copyBack(written);
   replaceResults(traits.results, stack, [&](const at::Tensor& result) {
@@ -140,6 +123,26 @@ class AutogradKernel final : public c10::OperatorKernel {
   const c10::SafeKernelFunction below_;
 };
 
+// Autocast casts what is on its own device only. So offload operands are fetched above it, once there are any: then its own kernel
+// casts all operands by its own lists, on the device.
+class AutocastKernel final : public c10::OperatorKernel {
+ public:
+  AutocastKernel(const c10::OperatorHandle& op, DispatchKey key)
+      : traits_(op), below_(op.getComputedKernelForDispatchKey(key)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const Operands operands = traits_.operands(*stack);
+    if (!operands.offload || (operands.wrapped && !tracing()) || traits_.effect == Effect::InPlace) {
+      return below_.callBoxed(op, keys, stack);
+    }
+    runFetched(op, traits_, place(operands, traits_.effect), *stack);
+  }
+
+ private:
+  const OpTraits traits_;
+  const c10::SafeKernelFunction below_;
+};
+
 void runBelowAutograd(const c10::OperatorHandle& op, const OpTraits& traits, Stack* stack) {
   const Operands operands = traits.operands(*stack);
   const Placement placement = place(operands, traits.effect);
@@ -174,32 +177,68 @@ torch::CppFunction boxed(std::unique_ptr<Kernel> kernel) {
   return torch::CppFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(std::move(kernel)));
 }
 
+// Kernels of ours, by the namespace of their operations.
+class Registrations {
+ public:
+  void add(const c10::OperatorName& name, DispatchKey key, torch::CppFunction kernel) {
+    const std::size_t colons = name.name.find("::");
+    const std::string space = name.name.substr(0, colons);
+    auto library = libraries_.find(space);
+    if (library == libraries_.end()) {
+      library = libraries_.emplace(space, torch::Library(torch::Library::IMPL, space, std::nullopt, __FILE__, __LINE__)).first;
+    }
+    std::string local = name.name.substr(colons + 2);
+    if (!name.overload_name.empty()) local += "." + name.overload_name;
+    library->second.impl(local.c_str(), key, std::move(kernel));
+  }
+
+ private:
+  std::map<std::string, torch::Library> libraries_;
+};
+
+Registrations& registrations() {
+  static auto* instance = new Registrations();
+  return *instance;
+}
+
+std::mutex registrationsMutex;
+
+class Silence final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
 } // namespace
 
+void interceptAutocast() {
+  std::lock_guard lock(registrationsMutex);
+  // PyTorch warns of a kernel that takes another's place.
+  Silence silence;
+  c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (!op) continue;
+    for (const auto key : {DispatchKey::AutocastCUDA, DispatchKey::AutocastCPU}) {
+      if (!op->hasKernelForDispatchKey(key) || op->isKernelFallthroughKernel(key)) continue;
+      registrations().add(name, key, boxed(std::make_unique<AutocastKernel>(*op, key)));
+    }
+  }
+}
+
 std::size_t interceptOperations() {
-  static std::mutex mutex;
-  static auto* libraries = new std::map<std::string, torch::Library>();
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(registrationsMutex);
   auto& dispatcher = c10::Dispatcher::singleton();
   std::size_t count = 0;
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findSchema(name);
     if (!op || !isInterceptable(*op)) continue;
-    const std::size_t colons = name.name.find("::");
-    const std::string space = name.name.substr(0, colons);
-    auto library = libraries->find(space);
-    if (library == libraries->end()) {
-      library = libraries->emplace(space, torch::Library(torch::Library::IMPL, space, std::nullopt, __FILE__, __LINE__)).first;
-    }
-    std::string local = name.name.substr(colons + 2);
-    if (!name.overload_name.empty()) local += "." + name.overload_name;
     auto traits = std::make_shared<const OpTraits>(*op);
     const bool composite = op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
     if (composite || op->hasKernelForDispatchKey(DispatchKey::Autograd)) {
-      library->second.impl(local.c_str(), DispatchKey::AutogradPrivateUse1, boxed(std::make_unique<AutogradKernel>(*op, traits)));
+      registrations().add(name, DispatchKey::AutogradPrivateUse1, boxed(std::make_unique<AutogradKernel>(*op, traits)));
     }
     if (!traits->convertsDevice) {
-      library->second.impl(local.c_str(), DispatchKey::PrivateUse1, boxed(std::make_unique<BackendKernel>(traits)));
+      registrations().add(name, DispatchKey::PrivateUse1, boxed(std::make_unique<BackendKernel>(traits)));
     }
     ++count;
   }

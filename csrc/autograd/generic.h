@@ -12,6 +12,10 @@ namespace offload {
 /// Operations of any namespace, and those defined later, are found by calling it again.
 std::size_t interceptOperations();
 
+/// Puts a kernel above autocast's own for every operation that has one; to be called once, when the first offload tensor is made:
+/// a program without one keeps PyTorch's.
+void interceptAutocast();
+
 /// How often an operation on offload tensors alone had no kernel on the paired device and ran on the host instead, by name.
 std::map<std::string, std::uint64_t> hostFallbacks();
 

@@ -30,13 +30,14 @@ at::Tensor callStash(const at::Tensor& self, c10::Device home) {
 // Whether nobody but the holder of `gradient` can write to its memory. The gradient of a transposed weight is a view, whose base
 // then lives for the view's sake only.
 bool isSoleOwner(const at::Tensor& gradient) {
-  if (gradient.use_count() != 1 || !gradient.has_storage()) return false;
+  if (gradient.use_count() != 1 || !gradient.has_storage() || isFetched(gradient)) return false;
   if (!gradient.is_view()) return gradient.storage().use_count() == 1;
   return gradient.storage().use_count() == 2 && gradient._base().use_count() == 1;
 }
 
 struct FetchBackward final : Node {
   c10::Device home{kOffload};
+  c10::Device target{c10::kCPU};
 
   variable_list apply(variable_list&& inputs) override {
     at::Tensor gradient = std::move(inputs[0]);
@@ -44,7 +45,7 @@ struct FetchBackward final : Node {
     if (!gradient.defined() || !task_should_compute_output(0)) return {at::Tensor()};
     // A gradient that nobody else holds gives its memory away.
     if (!isSoleOwner(gradient) || torch::autograd::GradMode::is_enabled() || tracing()) return {callStash(gradient, home)};
-    return {stashResult(gradient, home)};
+    return {stashResult(gradient, home, target)};
   }
   std::string name() const override {
     return "FetchBackward";
@@ -56,8 +57,8 @@ struct StashBackward final : Node {
 
   variable_list apply(variable_list&& inputs) override {
     if (!inputs[0].defined() || !task_should_compute_output(0)) return {at::Tensor()};
-    if (!isOffload(inputs[0])) return {inputs[0].to(target)};
-    return {callFetch(inputs[0], target)};
+    // A copy: autograd adds to a gradient in place, and a fetched one is everybody's.
+    return {callFetch(inputs[0], target).clone()};
   }
   std::string name() const override {
     return "StashBackward";
@@ -84,7 +85,11 @@ at::Tensor fetchAutograd(const at::Tensor& self, c10::Device target) {
   if (needsNode(self)) {
     auto node = nodeFor<FetchBackward>(self);
     node->home = self.device();
+    node->target = target;
     torch::autograd::set_history(result, node);
+  } else if (self.requires_grad()) {
+    // PyTorch picks algorithms by it without grad mode too (matmul folds its batch).
+    result.set_requires_grad(true);
   }
   return result;
 }
@@ -93,6 +98,10 @@ void recordStash(const at::Tensor& input, const at::Tensor& result, c10::Device 
   auto node = nodeFor<StashBackward>(input);
   node->target = target;
   torch::autograd::set_history(result, node);
+}
+
+at::Tensor stashPlain(const at::Tensor& self, c10::Device home) {
+  return stashCopy(self, home, self.device());
 }
 
 at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
@@ -116,7 +125,7 @@ at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device compute
   at::Tensor stashed;
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    stashed = stashResult(result, home);
+    stashed = stashResult(result, home, computed);
   }
   if (recordsGraph() && result.requires_grad()) recordStash(result, stashed, computed);
   return stashed;
@@ -151,11 +160,11 @@ TORCH_LIBRARY_IMPL(offload, AutogradPrivateUse1, m) {
 }
 
 TORCH_LIBRARY_IMPL(offload, CPU, m) {
-  m.impl("stash", stashCopy);
+  m.impl("stash", stashPlain);
 }
 
 TORCH_LIBRARY_IMPL(offload, CUDA, m) {
-  m.impl("stash", stashCopy);
+  m.impl("stash", stashPlain);
 }
 
 TORCH_LIBRARY_IMPL(offload, Autograd, m) {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 #include <thread>
 
 namespace offload {
@@ -35,8 +36,13 @@ void prefault(char* data, std::size_t bytes) {
     for (std::size_t at = begin; at < std::min(end, bytes); at += pageBytes()) *static_cast<volatile char*>(data + at) = 0;
   };
   std::vector<std::thread> threads;
-  for (std::size_t k = 1; k < count; ++k) threads.emplace_back(touch, k * share, (k + 1) * share);
-  touch(0, share);
+  std::size_t mine = share; // and what no thread could be had for
+  try {
+    for (std::size_t k = count - 1; k > 0; --k) threads.emplace_back(touch, k * share, (k + 1) * share);
+  } catch (const std::system_error&) {
+    mine = (count - threads.size()) * share;
+  }
+  touch(0, mine);
   for (auto& thread : threads) thread.join();
 }
 
@@ -53,11 +59,12 @@ struct Arena::Region {
 Arena::Arena(Link* link, ArenaOptions options) : link_(link), options_(std::move(options)) {}
 
 Arena::~Arena() {
+  collect(true);
   for (auto& [begin, region] : regions_) destroy(*region);
 }
 
 HostRange Arena::allocate(std::size_t bytes) {
-  const std::size_t rounded = roundUp(std::max<std::size_t>(bytes, 1), kGranule);
+  const std::size_t rounded = roundUp(std::clamp<std::size_t>(bytes, 1, PTRDIFF_MAX), kGranule);
   collect(false);
   HostRange range = take(rounded);
   if (range.data == nullptr) {
@@ -67,11 +74,11 @@ HostRange Arena::allocate(std::size_t bytes) {
     if (!region && range.data == nullptr && trim() > 0) region = newRegion(rounded);
     if (!region && range.data == nullptr) {
       const ArenaStats now = stats();
-      throw OutOfMemory(OutOfMemory::Where::Host, bytes,
-                        "offload: the system refused " + std::to_string(bytes) + " bytes of host memory; " +
-                            std::to_string(now.allocated) + " bytes are in use by offload tensors and " +
-                            std::to_string(now.reserved - now.allocated) +
-                            " are cached: free tensors, or use a machine with more memory.");
+      throw OutOfMemory(
+          OutOfMemory::Where::Host, bytes,
+          "offload: the system refused " + std::to_string(bytes) + " bytes of host memory; " + std::to_string(now.allocated) +
+              " bytes are in use by offload tensors and " + std::to_string(now.reserved - now.allocated) +
+              " are cached: free tensors, or use a machine with more memory.");
     }
     if (region) {
       std::lock_guard lock(mutex_);
@@ -86,13 +93,17 @@ HostRange Arena::allocate(std::size_t bytes) {
   return {range.data, bytes, range.pinned};
 }
 
+Arena::Region& Arena::regionOf(const void* data) {
+  return *std::prev(regions_.upper_bound(reinterpret_cast<Address>(data)))->second;
+}
+
 HostRange Arena::take(std::size_t bytes) {
   std::lock_guard lock(mutex_);
   auto fit = freeBySize_.lower_bound({bytes, 0});
   if (fit == freeBySize_.end()) return {};
   const auto [free, begin] = *fit;
   freeBySize_.erase(fit);
-  Region& region = *std::prev(regions_.upper_bound(begin))->second;
+  Region& region = regionOf(reinterpret_cast<void*>(begin));
   region.free.erase(begin);
   return carve(region, begin, free, bytes);
 }
@@ -116,13 +127,14 @@ void Arena::insertFree(Region& region, Address begin, std::size_t bytes) {
 void Arena::free(void* data, std::vector<Token> pending) noexcept {
   std::lock_guard lock(mutex_);
   const auto begin = reinterpret_cast<Address>(data);
-  Region& region = *std::prev(regions_.upper_bound(begin))->second;
+  Region& region = regionOf(data);
   stats_.allocated -= region.used.at(begin);
   --stats_.count;
   std::erase_if(pending, [](const Token& token) { return token.knownDone(); });
   if (pending.empty()) {
     giveBack(data);
   } else {
+    pendingBytes_ += region.used.at(begin);
     pending_.push_back({data, std::move(pending), nullptr});
   }
 }
@@ -135,7 +147,7 @@ void Arena::keepAlive(std::shared_ptr<void> owner, std::vector<Token> pending) n
 // The lock is held.
 void Arena::giveBack(void* data) {
   auto begin = reinterpret_cast<Address>(data);
-  Region& region = *std::prev(regions_.upper_bound(begin))->second;
+  Region& region = regionOf(data);
   auto used = region.used.find(begin);
   std::size_t bytes = used->second;
   region.used.erase(used);
@@ -167,19 +179,25 @@ bool Arena::collect(bool wait) {
     candidates.swap(pending_);
   }
   if (candidates.empty()) return false;
+  auto isDone = [wait](const Token& token) {
+    try {
+      if (wait) token.wait();
+      return token.done();
+    } catch (...) {
+      return false; // what the device can't tell is not reused
+    }
+  };
   std::vector<Pending> still;
   std::vector<Pending> ready;
   for (auto& candidate : candidates) {
-    bool done = true;
-    for (const Token& token : candidate.tokens) {
-      if (wait) token.wait();
-      done = done && token.done();
-    }
+    const bool done = std::all_of(candidate.tokens.begin(), candidate.tokens.end(), isDone);
     (done ? ready : still).push_back(std::move(candidate));
   }
   std::lock_guard lock(mutex_);
   for (const auto& range : ready) {
-    if (range.data != nullptr) giveBack(range.data);
+    if (range.data == nullptr) continue;
+    pendingBytes_ -= regionOf(range.data).used.at(reinterpret_cast<Address>(range.data));
+    giveBack(range.data);
   }
   for (auto& candidate : still) pending_.push_back(std::move(candidate));
   return !ready.empty();
@@ -188,9 +206,9 @@ bool Arena::collect(bool wait) {
 std::unique_ptr<Arena::Region> Arena::newRegion(std::size_t bytes) {
   const bool own = bytes >= options_.ownRegionBytes;
   const std::size_t mapped = roundUp(own ? bytes : std::max(bytes, options_.sharedRegionBytes), pageBytes());
+  auto region = std::make_unique<Region>();
   void* data = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (data == MAP_FAILED) return nullptr;
-  auto region = std::make_unique<Region>();
   region->begin = reinterpret_cast<Address>(data);
   region->bytes = mapped;
   if (link_ == nullptr || !link_->wantsRegistration()) return region;
@@ -214,9 +232,9 @@ std::unique_ptr<Arena::Region> Arena::newRegion(std::size_t bytes) {
       first = !std::exchange(warned_, true);
     }
     if (first && options_.warn) {
-      options_.warn("offload: " + std::to_string(mapped) + " bytes of host memory could not be page-locked (" +
-                    std::to_string(pinned) +
-                    " bytes are); copies to and from them are slower. Raise `ulimit -l` or the container's limit.");
+      options_.warn(
+          "offload: " + std::to_string(mapped) + " bytes of host memory could not be page-locked (" + std::to_string(pinned) +
+          " bytes are); copies to and from them are slower. Raise `ulimit -l` or the container's limit.");
     }
   }
   return region;
@@ -293,13 +311,7 @@ void Arena::validate() const {
   }
   require(freeRanges == freeBySize_.size(), "a range listed by size is not free");
   require(reserved == stats_.reserved, "reserved bytes are miscounted");
-  std::size_t pending = 0;
-  for (const auto& range : pending_) {
-    if (range.data == nullptr) continue;
-    const auto begin = reinterpret_cast<Address>(range.data);
-    pending += std::prev(regions_.upper_bound(begin))->second->used.at(begin);
-  }
-  require(used == stats_.allocated + pending, "allocated bytes are miscounted");
+  require(used == stats_.allocated + pendingBytes_, "allocated bytes are miscounted");
 }
 
 } // namespace offload

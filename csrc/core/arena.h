@@ -39,19 +39,20 @@ struct ArenaOptions {
 };
 
 struct ArenaStats {
-  std::size_t allocated = 0;     // bytes handed out
+  std::size_t allocated = 0; // bytes handed out
   std::size_t allocatedPeak = 0;
-  std::size_t reserved = 0;      // bytes held from the system
+  std::size_t reserved = 0; // bytes held from the system
   std::size_t reservedPeak = 0;
-  std::size_t pinned = 0;        // bytes of reserved that are page-locked
-  std::size_t count = 0;         // ranges handed out
-  std::size_t allocations = 0;   // ranges ever handed out
+  std::size_t pinned = 0; // bytes of reserved that are page-locked
+  std::size_t count = 0; // ranges handed out
+  std::size_t allocations = 0; // ranges ever handed out
 };
 
 class Arena {
  public:
   /// `link` may be null: nothing is page-locked then. It must outlive the Arena.
   explicit Arena(Link* link, ArenaOptions options = {});
+  /// Waits for what is pending.
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -79,6 +80,7 @@ class Arena {
   };
   using Address = std::uintptr_t;
 
+  Region& regionOf(const void* data);
   HostRange take(std::size_t bytes);
   HostRange carve(Region& region, Address begin, std::size_t free, std::size_t bytes);
   void giveBack(void* data);
@@ -90,9 +92,10 @@ class Arena {
   Link* const link_;
   const ArenaOptions options_;
   mutable std::mutex mutex_;
-  std::map<Address, std::unique_ptr<Region>> regions_;      // by begin
+  std::map<Address, std::unique_ptr<Region>> regions_; // by begin
   std::set<std::pair<std::size_t, Address>> freeBySize_;
   std::vector<Pending> pending_;
+  std::size_t pendingBytes_ = 0; // of ranges that are pending, also while a thread asks their tokens
   ArenaStats stats_;
   bool warned_ = false;
 };

@@ -4,9 +4,19 @@
 #include "core/host_wait.h"
 
 #include <algorithm>
-#include <cassert>
+#include <utility>
 
 namespace offload {
+namespace {
+
+void requireWithin(const Block& block, Extent extent) {
+  if (extent.begin <= extent.end && extent.end <= block.bytes) return;
+  throw Error(
+      "offload: bytes " + std::to_string(extent.begin) + " to " + std::to_string(extent.end) + " were asked of a storage of " +
+      std::to_string(block.bytes) + " bytes.");
+}
+
+} // namespace
 
 Residency::Residency(Link& link, ResidencyOptions options)
     : link_(link), events_(link), ringBytes_(options.ringBytes), options_(options) {
@@ -31,19 +41,16 @@ const Residency::Device& Residency::device(int index) const {
 
 Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   refuseCapture(stream, "fetch");
-  settleDeferred();
+  settle();
   if (extent.bytes() == 0) return {};
-  if (extent.end > block.bytes) {
-    throw Error("offload: bytes " + std::to_string(extent.begin) + " to " + std::to_string(extent.end) +
-                " were asked of a storage of " + std::to_string(block.bytes) + " bytes.");
-  }
+  requireWithin(block, extent);
   Device& dev = device(stream.device);
   Lock lock(mutex_);
-  ++dev.stats.fetches;
+  ++dev.queue.stats.fetches;
   awaitIssued(lock, block);
   if (auto slot = find(block, extent, stream.device)) {
-    ++dev.stats.hits;
-    pin(*slot);
+    ++dev.queue.stats.hits;
+    dev.queue.pin(*slot);
     const Token ready = slot->ready;
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
     lock.unlock();
@@ -52,29 +59,25 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     return pinned;
   }
 
+  const std::size_t shift = (reinterpret_cast<std::uintptr_t>(block.data) + extent.begin) % kAlignment;
   auto slot = std::make_shared<Slot>();
-  slot->block = &block;
   slot->extent = extent;
   slot->device = stream.device;
   slot->version = block.version;
-  slot->pins = 1;
-  const std::size_t shift = (reinterpret_cast<std::uintptr_t>(block.data) + extent.begin) % kAlignment;
-  const std::size_t bytes = extent.bytes() + shift;
+  slot->buffer.bytes = extent.bytes() + shift;
   Slots retired;
-  makeRoom(dev, bytes, retired);
-  dev.stats.slotBytes += bytes;
-  dev.stats.pinnedBytes += bytes;
-  dev.stats.slotBytesPeak = std::max(dev.stats.slotBytesPeak, dev.stats.slotBytes);
-  slot->buffer.bytes = bytes;
+  dev.queue.makeRoom(slot->buffer.bytes, budget(slot->buffer.bytes), retired);
+  dev.queue.add(*slot);
   std::vector<Token> after;
   block.writers.appendTo(after);
   ++block.issuing;
   lock.unlock();
 
   release(retired);
+  Pin pinned(*this, slot, nullptr, stream); // gives the Slot up if anything throws
   std::exception_ptr failure;
   try {
-    slot->buffer = allocate(dev, bytes);
+    slot->buffer = allocate(dev, slot->buffer.bytes);
     slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
     copyIn(*slot, block, dev, after, stream);
   } catch (...) {
@@ -83,23 +86,17 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
 
   lock.lock();
   --block.issuing;
-  if (failure) {
-    dev.stats.slotBytes -= bytes;
-    dev.stats.pinnedBytes -= bytes;
-    transition(*slot, SlotState::Gone);
-    if (slot->buffer.data != nullptr) retired.push_back(slot);
-  } else {
-    block.readers.add(slot->ready);
-    transition(*slot, SlotState::Clean);
+  block.readers.add(slot->ready); // the copy may be on its way although something failed
+  if (!failure) {
+    slot->become(SlotState::Clean);
+    slot->block = &block;
     block.slots.push_back(slot);
   }
   lock.unlock();
   issued_.notify_all();
-  if (failure) {
-    release(retired);
-    std::rethrow_exception(failure);
-  }
-  return Pin(*this, slot, slot->data, stream);
+  if (failure) std::rethrow_exception(failure);
+  pinned.data_ = slot->data;
+  return pinned;
 }
 
 void Residency::copyIn(Slot& slot, const Block& block, Device& dev, const std::vector<Token>& after, Stream stream) {
@@ -107,13 +104,6 @@ void Residency::copyIn(Slot& slot, const Block& block, Device& dev, const std::v
   const auto* host = static_cast<const std::byte*>(block.data) + slot.extent.begin;
   slot.ready = dev.transfer.toDevice(slot.data, host, slot.extent.bytes(), after);
   slot.ready.orderBefore(stream);
-}
-
-std::shared_ptr<Slot> Residency::find(const Block& block, Extent extent, int index) const {
-  for (const auto& slot : block.slots) {
-    if (slot->device == index && slot->version == block.version && slot->extent.contains(extent)) return slot;
-  }
-  return nullptr;
 }
 
 DeviceBuffer Residency::allocate(Device& dev, std::size_t bytes) {
@@ -129,51 +119,42 @@ DeviceBuffer Residency::allocate(Device& dev, std::size_t bytes) {
 // ---- results that come home
 
 void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
-  refuseCapture(producer, "keep a result");
-  settleDeferred();
+  Device& dev = device(producer.device);
   auto slot = std::make_shared<Slot>();
-  slot->block = &block;
   slot->extent = {0, block.bytes};
   slot->device = producer.device;
   slot->state = SlotState::Dirty;
   slot->buffer = std::move(buffer);
   slot->data = static_cast<std::byte*>(slot->buffer.data);
-  slot->ready = events_.record(producer);
-  slot->pins = 1; // ours, until the bytes are on their way home
-  Device& dev = device(producer.device);
   Slots retired;
   {
     Lock lock(mutex_);
-    awaitIssued(lock, block);
-    makeRoom(dev, slot->buffer.bytes, retired);
-    dev.stats.slotBytes += slot->buffer.bytes;
-    dev.stats.pinnedBytes += slot->buffer.bytes;
-    dev.stats.slotBytesPeak = std::max(dev.stats.slotBytesPeak, dev.stats.slotBytes);
-    slot->version = ++block.version;
-    retireStale(block, retired);
-    block.slots.push_back(slot);
+    dev.queue.makeRoom(slot->buffer.bytes, budget(slot->buffer.bytes), retired);
+    dev.queue.add(*slot);
   }
   release(retired);
-  Pin guard(*this, slot, slot->data, producer);
-  writeBack(block, slot);
-}
-
-void Residency::writeBack(Block& block, const std::shared_ptr<Slot>& slot) {
-  Device& dev = device(slot->device);
-  std::vector<Token> after;
+  const Pin pinned(*this, slot, slot->data, producer); // ours, until the bytes are on their way home
+  refuseCapture(producer, "keep a result");
+  settle();
+  slot->ready = events_.record(producer);
+  std::vector<Token> after{slot->ready};
   {
     Lock lock(mutex_);
     awaitIssued(lock, block);
+    slot->block = &block;
+    slot->version = ++block.version;
+    retireStale(block, retired);
+    block.slots.push_back(slot);
     block.writers.appendTo(after);
     block.readers.appendTo(after);
-    after.push_back(slot->ready);
-    transition(*slot, SlotState::WritingBack);
+    slot->become(SlotState::WritingBack);
     ++block.issuing;
   }
+  release(retired);
   Token home;
   std::exception_ptr failure;
   try {
-    home = dev.transfer.toHost(static_cast<std::byte*>(block.data) + slot->extent.begin, slot->data, slot->extent.bytes(), after);
+    home = dev.transfer.toHost(block.data, slot->data, block.bytes, after);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -181,12 +162,10 @@ void Residency::writeBack(Block& block, const std::shared_ptr<Slot>& slot) {
   {
     Lock lock(mutex_);
     --block.issuing;
-    if (!failure) {
-      block.writers.add(home);
-      block.hostVersion = slot->version;
-      slot->readers.add(home);
-      transition(*slot, SlotState::Clean);
-    }
+    block.writers.add(home);
+    block.hostVersion = slot->version;
+    slot->readers.add(home);
+    if (!failure) slot->become(SlotState::Clean);
     leased = block.leases > 0;
   }
   issued_.notify_all();
@@ -196,8 +175,9 @@ void Residency::writeBack(Block& block, const std::shared_ptr<Slot>& slot) {
 
 void Residency::store(Block& block, Extent extent, const void* source, Stream producer) {
   refuseCapture(producer, "copy into an offload tensor");
-  settleDeferred();
+  settle();
   if (extent.bytes() == 0) return;
+  requireWithin(block, extent);
   Device& dev = device(producer.device);
   std::vector<Token> after{events_.record(producer)};
   Slots retired;
@@ -227,8 +207,9 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   }
   issued_.notify_all();
   release(retired);
+  // After a failure the source may go as soon as the caller learns of it.
+  if (leased || failure) home.wait();
   if (failure) std::rethrow_exception(failure);
-  if (leased) home.wait();
 }
 
 // ---- host access
@@ -274,21 +255,25 @@ std::vector<Token> Residency::forget(Block& block) noexcept {
   Slots retired;
   {
     Lock lock(mutex_);
-    if (closed_) return pending;
     pending = block.writers.take();
     block.readers.appendTo(pending);
-    Slots slots = std::move(block.slots);
-    block.slots.clear();
-    for (const auto& slot : slots) {
+    for (const auto& slot : std::exchange(block.slots, {})) {
       slot->block = nullptr;
-      if (slot->pins == 0) retire(slot, retired);
+      if (slot->pins == 0 && !closed_) device(slot->device).queue.retire(slot, retired);
     }
   }
   release(retired);
   return pending;
 }
 
-// ---- Slots; all of these but release() run under the mutex
+// ---- under the mutex
+
+std::shared_ptr<Slot> Residency::find(const Block& block, Extent extent, int index) const {
+  for (const auto& slot : block.slots) {
+    if (slot->device == index && slot->version == block.version && slot->extent.contains(extent)) return slot;
+  }
+  return nullptr;
+}
 
 void Residency::awaitIssued(Lock& lock, const Block& block) {
   // Who issues may need the GIL to go on, and the GIL is never taken back under the mutex.
@@ -302,143 +287,104 @@ void Residency::awaitIssued(Lock& lock, const Block& block) {
   }
 }
 
-void Residency::transition(Slot& slot, SlotState to) {
-  assert(mayBecome(slot.state, to));
-  slot.state = to;
-}
-
-void Residency::pin(Slot& slot) {
-  if (slot.pins++ > 0) return;
-  Device& dev = device(slot.device);
-  dev.stats.pinnedBytes += slot.buffer.bytes;
-  if (slot.isIdle) {
-    dev.idle.erase(slot.idle);
-    slot.isIdle = false;
-  }
-}
-
-void Residency::setIdle(const std::shared_ptr<Slot>& slot, Slots& retired) {
-  Device& dev = device(slot->device);
-  dev.stats.pinnedBytes -= slot->buffer.bytes;
-  const bool stale = slot->block == nullptr || slot->version != slot->block->version || slot->state != SlotState::Clean;
-  if (stale || options_.evictAtUnpin) {
-    retire(slot, retired);
-    return;
-  }
-  slot->idle = dev.idle.insert(dev.idle.end(), slot);
-  slot->isIdle = true;
-}
-
-void Residency::retire(const std::shared_ptr<Slot>& slot, Slots& retired) {
-  Device& dev = device(slot->device);
-  auto keep = slot; // the lists below may hold the last other references
-  if (slot->isIdle) {
-    slot->isIdle = false;
-    dev.idle.erase(slot->idle);
-  }
-  if (keep->block != nullptr) std::erase(keep->block->slots, keep);
-  transition(*keep, SlotState::Gone);
-  dev.stats.slotBytes -= keep->buffer.bytes;
-  ++dev.stats.evictions;
-  retired.push_back(std::move(keep));
-}
-
-void Residency::makeRoom(Device& dev, std::size_t bytes, Slots& retired) {
-  const std::size_t budget = std::max(ringBytes_, 2 * bytes);
-  while (dev.stats.slotBytes + bytes > budget && !dev.idle.empty()) retire(std::shared_ptr<Slot>(dev.idle.front()), retired);
+std::size_t Residency::budget(std::size_t bytes) const {
+  return std::max(ringBytes_, 2 * bytes);
 }
 
 void Residency::retireStale(Block& block, Slots& retired) {
-  Slots stale;
-  for (const auto& slot : block.slots) {
-    if (slot->version != block.version && slot->pins == 0) stale.push_back(slot);
+  for (const auto& slot : Slots(block.slots)) {
+    if (slot->version != block.version && slot->pins == 0) device(slot->device).queue.retire(slot, retired);
   }
-  for (const auto& slot : stale) retire(slot, retired);
 }
+
+// ---- giving up
 
 // Memory goes back in stream order: its home stream first waits for whatever still uses it.
 void Residency::release(Slots& retired) noexcept {
+  Slots refused;
   for (auto& slot : retired) {
-    DeviceBuffer buffer = std::exchange(slot->buffer, {});
-    if (buffer.data == nullptr) continue;
+    if (slot->buffer.data == nullptr) continue;
     try {
-      slot->ready.orderBefore(buffer.home);
-      for (const Token& token : slot->readers.all()) token.orderBefore(buffer.home);
-      if (options_.poison && buffer.owner == nullptr) link_.fill(buffer.data, 0xFF, buffer.bytes, buffer.home);
+      slot->ready.orderBefore(slot->buffer.home);
+      for (const Token& token : slot->readers.all()) token.orderBefore(slot->buffer.home);
+      if (options_.poison && !slot->buffer.owner) link_.fill(slot->buffer.data, 0xFF, slot->buffer.bytes, slot->buffer.home);
     } catch (...) {
-      // The device is lost: nothing may reuse the memory any more.
-      if (buffer.owner) new std::shared_ptr<void>(std::move(buffer.owner));
+      refused.push_back(std::move(slot));
       continue;
     }
-    if (buffer.owner == nullptr) link_.free(buffer.data, buffer.home);
+    const DeviceBuffer buffer = std::exchange(slot->buffer, {});
+    if (!buffer.owner) link_.free(buffer.data, buffer.home);
   }
   retired.clear();
+  if (refused.empty()) return;
+  Lock lock(mutex_);
+  unreleased_.insert(unreleased_.end(), refused.begin(), refused.end());
 }
 
-// ---- Pins
-
 void Residency::unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept {
+  {
+    Lock lock(mutex_);
+    if (closed_) return;
+  }
   std::vector<Token> used;
-  Slots retired;
   try {
-    {
-      Lock lock(mutex_);
-      if (closed_) return;
-    }
     for (Stream stream : streams) {
-      if (link_.capturing(stream)) {
-        Lock lock(mutex_);
-        deferred_.emplace_back(slot, streams);
-        return;
-      }
+      if (link_.capturing(stream)) throw Error("offload: no event may be recorded during capture.");
     }
     for (Stream stream : streams) used.push_back(events_.record(stream));
   } catch (...) {
-    return; // the device is lost; the Slot stays pinned for good
+    Lock lock(mutex_);
+    deferred_.emplace_back(slot, streams);
+    return;
   }
+  Slots retired;
   {
     Lock lock(mutex_);
     for (Token& token : used) slot->readers.add(std::move(token));
-    if (--slot->pins == 0) setIdle(slot, retired);
+    device(slot->device).queue.unpin(slot, !options_.evictAtUnpin, retired);
   }
   release(retired);
 }
 
-void Residency::settleDeferred() noexcept {
+void Residency::settle() noexcept {
   decltype(deferred_) deferred;
+  Slots unreleased;
   {
     Lock lock(mutex_);
-    if (deferred_.empty()) return;
     deferred.swap(deferred_);
+    unreleased.swap(unreleased_);
   }
   for (auto& [slot, streams] : deferred) unpin(slot, streams);
+  release(unreleased);
 }
 
 void Residency::refuseCapture(Stream stream, const char* what) {
   if (!link_.capturing(stream)) return;
-  throw Error(std::string("offload: can't ") + what +
-              " while a CUDA graph is being captured: a replay would read the address of a cached copy that may be gone. "
-              "Capture without offload tensors, or move the ones that the graph uses to CUDA first.");
+  throw Error(
+      std::string("offload: can't ") + what +
+      " while a CUDA graph is being captured: a replay would read the address of a cached copy that may be gone. "
+      "Capture without offload tensors, or move the ones that the graph uses to CUDA first.");
 }
 
 // ---- the whole
 
 std::size_t Residency::emptyCache(int index) {
+  settle();
   Slots retired;
   std::size_t bytes = 0;
   {
     Lock lock(mutex_);
-    Device& dev = device(index);
-    const std::size_t before = dev.stats.slotBytes;
-    while (!dev.idle.empty()) retire(std::shared_ptr<Slot>(dev.idle.front()), retired);
-    bytes = before - dev.stats.slotBytes;
+    SlotQueue& queue = device(index).queue;
+    const std::size_t before = queue.stats.slotBytes;
+    queue.makeRoom(0, 0, retired);
+    bytes = before - queue.stats.slotBytes;
   }
   release(retired);
   return bytes;
 }
 
 void Residency::drain(bool close) {
-  settleDeferred();
+  settle();
   for (auto& dev : devices_) {
     events_.record(dev->transfer.deviceBound()).wait();
     events_.record(dev->transfer.hostBound()).wait();
@@ -452,7 +398,7 @@ void Residency::setRingBytes(std::size_t bytes) {
   {
     Lock lock(mutex_);
     ringBytes_ = bytes;
-    for (auto& dev : devices_) makeRoom(*dev, 0, retired);
+    for (auto& dev : devices_) dev->queue.makeRoom(0, budget(0), retired);
   }
   release(retired);
 }
@@ -464,12 +410,12 @@ std::size_t Residency::ringBytes() const {
 
 ResidencyStats Residency::stats(int index) const {
   Lock lock(mutex_);
-  return device(index).stats;
+  return device(index).queue.stats;
 }
 
 void Residency::resetPeaks(int index) {
   Lock lock(mutex_);
-  auto& stats = device(index).stats;
+  auto& stats = device(index).queue.stats;
   stats.slotBytesPeak = stats.slotBytes;
 }
 
@@ -491,14 +437,7 @@ void Residency::validate(const Block& block) const {
     require((slot->pins == 0) == slot->isIdle, "an unpinned Slot is not in the queue");
     require(slot->pins > 0 || slot->version == block.version, "a stale Slot is kept");
   }
-  for (const auto& dev : devices_) {
-    std::size_t idleBytes = 0;
-    for (const auto& slot : dev->idle) {
-      require(slot->isIdle && slot->pins == 0, "a Slot in the queue is pinned");
-      idleBytes += slot->buffer.bytes;
-    }
-    require(idleBytes + dev->stats.pinnedBytes == dev->stats.slotBytes, "bytes are miscounted");
-  }
+  for (const auto& dev : devices_) dev->queue.validate();
 }
 
 } // namespace offload

@@ -22,11 +22,11 @@
 
 #include "core/host_lease.h"
 #include "core/pin.h"
+#include "core/slot_queue.h"
 #include "core/transfer.h"
 
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <memory>
 #include <mutex>
 
@@ -40,15 +40,6 @@ struct ResidencyOptions {
   bool poison = false;
   /// For tests: every copy waits this long on its stream first.
   std::chrono::microseconds copyDelay{0};
-};
-
-struct ResidencyStats {
-  std::uint64_t fetches = 0;
-  std::uint64_t hits = 0;
-  std::uint64_t evictions = 0;
-  std::size_t slotBytes = 0; // device bytes of Slots now
-  std::size_t slotBytesPeak = 0;
-  std::size_t pinnedBytes = 0; // of these, bytes that a Pin holds
 };
 
 class Residency {
@@ -94,32 +85,25 @@ class Residency {
   friend class Pin;
   friend class HostLease;
   using Lock = std::unique_lock<std::mutex>;
-  using Slots = std::vector<std::shared_ptr<Slot>>;
 
   struct Device {
     Device(Link& link, EventPool& events, int index, std::chrono::microseconds delay) : transfer(link, events, index, delay) {}
     Transfer transfer;
-    std::list<std::shared_ptr<Slot>> idle; // oldest first
-    ResidencyStats stats;
+    SlotQueue queue;
   };
 
   Device& device(int index);
   const Device& device(int index) const;
   std::shared_ptr<Slot> find(const Block& block, Extent extent, int device) const;
   void awaitIssued(Lock& lock, const Block& block);
-  void transition(Slot& slot, SlotState to);
-  void pin(Slot& slot);
-  void retire(const std::shared_ptr<Slot>& slot, Slots& retired);
-  void makeRoom(Device& device, std::size_t bytes, Slots& retired);
+  std::size_t budget(std::size_t bytes) const;
   void retireStale(Block& block, Slots& retired);
-  void setIdle(const std::shared_ptr<Slot>& slot, Slots& retired);
   void release(Slots& retired) noexcept;
-  void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, Stream stream);
-  void writeBack(Block& block, const std::shared_ptr<Slot>& slot);
+  void settle() noexcept;
   DeviceBuffer allocate(Device& device, std::size_t bytes);
+  void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, Stream stream);
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
   void endLease(Block& block, Access access) noexcept;
-  void settleDeferred() noexcept;
   void refuseCapture(Stream stream, const char* what);
 
   Link& link_;
@@ -129,8 +113,10 @@ class Residency {
   std::size_t ringBytes_;
   const ResidencyOptions options_;
   std::vector<std::unique_ptr<Device>> devices_;
-  /// Unpins that came while their stream was being captured, when no event may be recorded.
+  /// What the Link would not do when it was due, and settle() tries again: unpins on a stream that was being captured, when no
+  /// event may be recorded, and memory that could not be ordered after its uses.
   std::vector<std::pair<std::shared_ptr<Slot>, std::vector<Stream>>> deferred_;
+  Slots unreleased_;
   bool closed_ = false;
 };
 

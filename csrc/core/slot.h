@@ -4,12 +4,13 @@
 #include "core/block.h"
 
 #include <array>
+#include <cassert>
 #include <list>
 #include <memory>
 
 namespace offload {
 
-/// Device memory with its way back. Move-only; somebody calls Residency's release on what is in it.
+/// Device memory with its way back; whoever holds one gives it back.
 struct DeviceBuffer {
   void* data = nullptr;
   std::size_t bytes = 0;
@@ -47,8 +48,13 @@ constexpr bool mayBecome(SlotState from, SlotState to) {
 
 /// Guarded by Residency.
 struct Slot {
-  Block* block = nullptr; // null once the Block is gone
-  Extent extent;          // within the Block
+  void become(SlotState next) {
+    assert(mayBecome(state, next));
+    state = next;
+  }
+
+  Block* block = nullptr; // the Block that lists it; null before, and once the Block is gone
+  Extent extent; // within the Block
   int device = 0;
   SlotState state = SlotState::Fetching;
   std::uint64_t version = 0;
@@ -59,7 +65,7 @@ struct Slot {
   /// What reads the device bytes, besides what its Pins still may.
   TokenSet readers;
   int pins = 0;
-  /// Place in the queue of slots that nothing uses, oldest first.
+  /// Place in its SlotQueue, where nothing pins it.
   std::list<std::shared_ptr<Slot>>::iterator idle;
   bool isIdle = false;
 };

@@ -1,5 +1,6 @@
 #include "core/token.h"
 
+#include "core/error.h"
 #include "core/host_wait.h"
 
 #include <cstdint>
@@ -9,6 +10,25 @@ namespace offload {
 
 struct EventPool::Shared {
   explicit Shared(Link& l) : link(l) {}
+
+  Event take(int device) {
+    {
+      std::lock_guard lock(mutex);
+      auto& events = idle[device];
+      if (!events.empty()) {
+        Event event = events.back();
+        events.pop_back();
+        return event;
+      }
+    }
+    return link.createEvent(device);
+  }
+  // It may be recorded anew at once: waits enqueued before keep the old place (link.h, Note [Order]).
+  void giveBack(int device, Event event) noexcept {
+    std::lock_guard lock(mutex);
+    if (!closed) idle[device].push_back(event);
+  }
+
   Link& link;
   std::mutex mutex;
   bool closed = false;
@@ -17,27 +37,45 @@ struct EventPool::Shared {
 };
 
 struct Token::Record {
-  Record(std::shared_ptr<EventPool::Shared> p, Stream s, Event e) : pool(std::move(p)), stream(s), event(e) {}
+  Record(std::shared_ptr<EventPool::Shared> p, Stream s) : pool(std::move(p)), stream(s), recording(pool->clock++) {}
   ~Record() {
-    // A recycled event may be recorded anew at once: waits enqueued before keep the old place (link.h, Note [Order]).
-    std::lock_guard lock(pool->mutex);
-    if (!pool->closed) pool->idle[stream.device].push_back(event);
+    if (Event own = event.load()) pool->giveBack(stream.device, own);
   }
   Record(const Record&) = delete;
   Record& operator=(const Record&) = delete;
 
-  std::shared_ptr<EventPool::Shared> pool;
-  Stream stream;
-  Event event;
+  // Recorded when first asked for where the Link refused earlier: a later place on the stream tells no less.
+  Event recordedEvent() {
+    if (Event known = event.load()) return known;
+    Event fresh = pool->take(stream.device);
+    Event known = nullptr;
+    try {
+      pool->link.record(fresh, stream);
+    } catch (...) {
+      pool->giveBack(stream.device, fresh);
+      throw;
+    }
+    const std::uint64_t now = pool->clock++;
+    if (event.compare_exchange_strong(known, fresh)) {
+      recorded = now;
+      return fresh;
+    }
+    pool->giveBack(stream.device, fresh);
+    return known;
+  }
+
+  const std::shared_ptr<EventPool::Shared> pool;
+  const Stream stream;
+  std::atomic<Event> event{nullptr};
   std::atomic<bool> done{false};
   /// A clock's readings before and after the event was recorded: threads that record on one stream at once can't tell their order.
-  std::uint64_t recording = 0;
-  std::uint64_t recorded = 0;
+  const std::uint64_t recording;
+  std::atomic<std::uint64_t> recorded{UINT64_MAX};
 };
 
 bool Token::done() const {
   if (knownDone()) return true;
-  if (!record_->pool->link.query(record_->event)) return false;
+  if (!record_->pool->link.query(record_->recordedEvent())) return false;
   record_->done.store(true, std::memory_order_release);
   return true;
 }
@@ -47,14 +85,14 @@ bool Token::knownDone() const noexcept {
 }
 
 void Token::wait() const {
-  if (knownDone()) return;
-  if (!record_->pool->link.query(record_->event)) hostWait([this] { record_->pool->link.synchronize(record_->event); });
+  if (done()) return;
+  hostWait([this] { record_->pool->link.synchronize(record_->recordedEvent()); });
   record_->done.store(true, std::memory_order_release);
 }
 
 void Token::orderBefore(Stream stream) const {
   if (knownDone() || record_->stream == stream) return;
-  record_->pool->link.wait(stream, record_->event);
+  record_->pool->link.wait(stream, record_->recordedEvent());
 }
 
 bool Token::impliedBy(const Token& later) const noexcept {
@@ -76,20 +114,12 @@ EventPool::~EventPool() {
 }
 
 Token EventPool::record(Stream stream) {
-  Event event = nullptr;
-  {
-    std::lock_guard lock(shared_->mutex);
-    auto& idle = shared_->idle[stream.device];
-    if (!idle.empty()) {
-      event = idle.back();
-      idle.pop_back();
-    }
+  auto record = std::make_shared<Token::Record>(shared_, stream);
+  try {
+    record->recordedEvent();
+  } catch (const Error&) {
+    // Whoever asks the token learns of it. The work is enqueued, so it must not be left without one.
   }
-  if (event == nullptr) event = shared_->link.createEvent(stream.device);
-  auto record = std::make_shared<Token::Record>(shared_, stream, event);
-  record->recording = shared_->clock++;
-  shared_->link.record(event, stream);
-  record->recorded = shared_->clock++;
   return Token(std::move(record));
 }
 

@@ -42,6 +42,7 @@ class EventPool {
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
+  /// Never throws for the Link's sake: a token that it refuses to record now is recorded, or throws, when it is first asked.
   Token record(Stream stream);
 
  private:

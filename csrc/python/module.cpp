@@ -33,7 +33,7 @@ py::dict statistics(int index) {
   py::dict result;
   const Context* now = Context::ifCreated();
   const ArenaStats host = now != nullptr ? now->arena().stats() : ArenaStats{};
-  result["host.allocated_bytes.current"] = host.allocated;
+  result["host.allocated_bytes.current"] = host.allocated + (now != nullptr ? now->foreignBytes() : 0);
   result["host.allocated_bytes.peak"] = host.allocatedPeak;
   result["host.reserved_bytes.current"] = host.reserved;
   result["host.reserved_bytes.peak"] = host.reservedPeak;
@@ -89,6 +89,7 @@ PYBIND11_MODULE(_C, m) {
     return py::make_tuple(report.getSlots, report.isSlots, report.where);
   });
   m.def("intercept_operations", &interceptOperations);
+  Context::atFirstUse(&interceptAutocast);
 
   m.def("device_count", [] { return static_cast<int>(deviceCount()); });
   m.def("current_device", [] { return static_cast<int>(currentIndex()); });

@@ -49,7 +49,7 @@ at::Tensor copyFrom(const at::Tensor& self, const at::Tensor& to, bool /*nonBloc
     if (fillsRange(to)) {
       copyHome(self, to);
     } else {
-      copyOnHost(stashCopy(self.contiguous(), to.device()), to);
+      copyOnHost(stashCopy(self.contiguous(), to.device(), self.device()), to);
     }
   } else {
     TORCH_CHECK((isOffload(self) || self.is_cpu()) && (isOffload(to) || to.is_cpu()), "offload: can't copy from ", self.device(),

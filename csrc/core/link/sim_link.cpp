@@ -168,6 +168,9 @@ void* SimLink::allocate(std::size_t bytes, Stream stream) {
   const Actor actor = actorOf(stream);
   SimMemory::Region& region = memory_.allocate(bytes, stream.device, actor, schedule_.oldestPending(), schedule_.random());
   const ActionPtr action = races_.act(actor, "allocation");
+  for (const MemoryRange& returned : memory_.takeReturned()) {
+    races_.forget(returned);
+  }
   races_.forget(region.whole());
   races_.remember(action, {region.data, bytes}, Access::Write);
   void* const data = region.data;

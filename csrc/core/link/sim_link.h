@@ -32,7 +32,8 @@ struct SimOptions {
   std::size_t deviceBytes = std::size_t{1} << 30; ///< of each device
   SimBias bias = SimBias::Seeded;
   bool detectRaces = true; ///< Wrong addresses and broken guards are reported without it too.
-  bool foreignDeviceMemory = false; ///< Device addresses that are not of allocate() are right too: CPU tensors that play CUDA's.
+  bool foreignDeviceMemory =
+      false; ///< Device addresses that are not of allocate() are right too: CPU tensors that play CUDA's.
   bool failFast = true; ///< Reports are thrown.
   std::size_t maxPending = 1024; ///< Operations that may wait; then enqueueing runs some.
 };

@@ -107,6 +107,7 @@ void SimMemory::trim(Device& device, std::uint64_t oldestPending) {
       return false;
     }
     device.kept -= region->capacity;
+    returned_.push_back(region->whole());
     regions_.erase(reinterpret_cast<std::uintptr_t>(region->heap.get()));
     return true;
   });

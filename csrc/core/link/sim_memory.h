@@ -6,7 +6,7 @@
 // - A region freed on a stream may at once be handed out again on the same stream, where the poisons keep the order. Another
 //   stream gets it only after poisonFreed() has run.
 // - A region goes back to the heap only when no operation older than its free is pending: younger ones that name it are
-//   refused.
+//   refused. The heap may hand its addresses out as host memory, so what was remembered of them is to be forgotten then.
 // - Bytes are counted in use from allocate() to free(), rounded up to the alignment; memory kept for reuse is not counted.
 #pragma once
 
@@ -17,6 +17,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/link/sim_random.h"
@@ -65,6 +66,10 @@ class SimMemory {
 
   /// Throws OutOfMemory. `oldestPending` is the sequence number of the oldest operation that has not run.
   Region& allocate(std::size_t bytes, int device, std::size_t actor, std::uint64_t oldestPending, SimRandom& random);
+  /// Ranges that have gone back to the heap since the last call.
+  std::vector<MemoryRange> takeReturned() {
+    return std::exchange(returned_, {});
+  }
   void free(Region& region, std::uint64_t sequence);
 
   /// Fills what `bytes` asked for, and guards the rest of the region.
@@ -98,6 +103,7 @@ class SimMemory {
   std::uint64_t allocations_ = 0;
   std::vector<Device> devices_;
   std::map<std::uintptr_t, Region> regions_; // by the address of their heap block
+  std::vector<MemoryRange> returned_;
 };
 
 } // namespace offload

@@ -1,0 +1,81 @@
+"""Forward through 12 blocks of the Llama-3-8B shape in bfloat16 (5.2 GB): weights on the GPU, on offload, and by a peer.
+
+No scheme that streams S bytes over a link of B bytes a second can beat ideal = max(resident, S / B). The ratio ideal / measured
+is printed for each way and number of tokens, and whether the output has the resident model's bits.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blocks import LLAMA_8B, TINY, copied_to, make_blocks, make_input, parameter_bytes
+from harness import (
+    arguments,
+    compute_device,
+    equal,
+    gib,
+    link_rates,
+    measure,
+    ms,
+    peak_bytes,
+    print_table,
+    synchronize,
+    write_record,
+)
+from peers import stream_blocks
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    options.add_argument("--rounds", type=int, default=9, help="timed runs of each variant (default: %(default)s)")
+    options = options.parse_args()
+    device = compute_device(options.tiny)
+    shape, count = (TINY, 3) if options.tiny else (LLAMA_8B, 12)
+    lengths = [1, 32] if options.tiny else [1, 2048, 8192, 16384]
+    rounds = 2 if options.tiny else options.rounds
+
+    resident = make_blocks(count, shape, torch.bfloat16, device)
+    models = {"resident": resident, "offload": copied_to(resident, "offload")}
+    peer = stream_blocks(resident, device)
+    if peer is not None:
+        models["RamTorch"] = peer
+    total = parameter_bytes(resident)
+    rates = link_rates(options.tiny)
+    print(f"{count} blocks, {total / 1e9:.3f} GB; {rates}", flush=True)
+
+    rows, records = [], []
+    with torch.no_grad():
+        for tokens in lengths:
+            x = make_input(tokens, shape, torch.bfloat16, device)
+            truth = resident(x)
+            same = {name: equal(model(x), truth) for name, model in models.items()}
+            steps = {name: functools.partial(model, x) for name, model in models.items()}
+            times = measure(steps, rounds)
+            peaks = {name: peak_bytes(step, total if name == "resident" else 0) for name, step in steps.items()}
+            ideal = max(times["resident"].median, total / rates.down)
+            for name, time in times.items():
+                ratio = ideal / time.median
+                spread = f"{ms(time.least)}-{ms(time.most)}"
+                answer = "yes" if same[name] else "NO"
+                rows.append(
+                    [tokens, name, ms(time.median), spread, ms(ideal), f"{ratio:.3f}", answer, gib(peaks[name])]
+                )
+                records.append(
+                    {"tokens": tokens, "variant": name, "seconds": vars(time), "ideal": ideal, "ratio": ratio}
+                    | {"equal": same[name], "peak_bytes": peaks[name]}
+                )
+    print_table(["tokens", "weights", "median ms", "least-most", "ideal ms", "ratio", "same bits", "peak GiB"], rows)
+    write_record("forward", {"blocks": count, "bytes": total, "link": vars(rates), "runs": records})
+    synchronize()
+    if peer is not None:
+        peer.close()
+    if not all(record["equal"] for record in records if record["variant"] == "offload"):
+        raise SystemExit("the offload model's output differs from the resident model's.")
+
+
+if __name__ == "__main__":
+    main()

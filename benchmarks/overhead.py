@@ -1,0 +1,96 @@
+"""What an operation costs the host: microseconds a call with a small weight on offload against the same weight on CUDA.
+
+Calls follow each other without a wait, on weights so small that the GPU keeps up, and whose copies the cache holds; what is
+timed is the work of the CPU. `linear` has a kernel of its own, `layer_norm` stands for all operations that go the generic way.
+"""
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import arguments, compute_device, print_table, synchronize, write_record
+
+import torch_offload
+
+FEATURES = 64
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight, bias)
+
+
+def linear_without_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return nn.functional.layer_norm(x, (FEATURES,), bias, bias)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x * bias
+
+
+def microseconds(call: Callable[[], object], calls: int) -> float:
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    taken = time.perf_counter() - begin
+    synchronize()
+    return taken / calls * 1e6
+
+
+def forward_backward(operation: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor, ones: Tensor) -> None:
+    operation(x, weight, bias).backward(ones)
+    weight.grad = bias.grad = None
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    device = compute_device(options.tiny)
+    calls, rounds = (20, 3) if options.tiny else (500, 11)
+    torch.manual_seed(0)
+    x = torch.randn(8, FEATURES, device=device)
+    ones = torch.ones_like(x)
+    plain = torch.randn(FEATURES, FEATURES, device=device) * 0.02, torch.randn(FEATURES, device=device)
+    sides = {"plain": plain, "offload": tuple(tensor.to("offload") for tensor in plain)}
+    for operands in sides.values():
+        for tensor in operands:
+            tensor.requires_grad_()
+
+    rows, records = [], []
+    for operation in (linear, linear_without_bias, layer_norm, multiply):
+        for mode in ("no_grad", "grad", "grad and backward"):
+            times: dict[str, list[float]] = {name: [] for name in sides}
+            before = torch_offload.memory_stats()
+            for number in range(-2, rounds):
+                for name, operands in sides.items():
+                    if mode == "grad and backward":
+                        call = functools.partial(forward_backward, operation, x, *operands, ones)
+                    else:
+                        call = functools.partial(operation, x, *operands)
+                    with torch.set_grad_enabled(mode != "no_grad"):
+                        taken = microseconds(call, calls)
+                    if number >= 0:
+                        times[name].append(taken)
+            after = torch_offload.memory_stats()
+            fetches, hits = (after[key] - before[key] for key in ("cache.fetches", "cache.hits"))
+            one, other = (median(times[name]) for name in sides)
+            share = f"{hits / fetches:.3f}" if fetches else "-"
+            rows.append([f"{operation.__name__}, {mode}", f"{one:.2f}", f"{other:.2f}", f"{other - one:.2f}", share])
+            records.append({"operation": operation.__name__, "mode": mode, "plain_us": one, "offload_us": other})
+    print_table(["call", f"{device.type} us", "offload us", "difference", "cache hits"], rows)
+    write_record("overhead", {"runs": records})
+
+
+if __name__ == "__main__":
+    main()
