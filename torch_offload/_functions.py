@@ -21,7 +21,7 @@ def _target(args: tuple[Any, ...]) -> torch.device | None:
             continue
         if value.device.type == "offload":
             offload = value
-        elif value.dim() > 0:
+        elif value.dim() > 0 and value.numel() > 0:  # checkpointing passes an empty one for its requires_grad alone
             devices.setdefault(value.device.type, value.device)
     if offload is None:
         return None

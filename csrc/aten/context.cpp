@@ -8,7 +8,9 @@
 
 #include <pthread.h>
 
+#include <charconv>
 #include <cstdlib>
+#include <cstring>
 
 namespace offload {
 namespace {
@@ -24,9 +26,11 @@ std::vector<std::function<void()>>& firstUseTasks() {
 std::size_t environmentNumber(const char* name, std::size_t otherwise) {
   const char* text = std::getenv(name);
   if (text == nullptr || *text == '\0') return otherwise;
-  char* end = nullptr;
-  const unsigned long long value = std::strtoull(text, &end, 10);
-  TORCH_CHECK(*end == '\0', "offload: ", name, "=\"", text, "\" is not a whole number; give bytes or a count in digits.");
+  std::size_t value = 0;
+  const char* end = text + std::strlen(text);
+  const auto parsed = std::from_chars(text, end, value);
+  TORCH_CHECK(parsed.ec == std::errc() && parsed.ptr == end, "offload: ", name, "=\"", text,
+              "\" is not a whole number from 0 to ", SIZE_MAX, "; give bytes or a count in digits.");
   return value;
 }
 
@@ -41,7 +45,8 @@ std::size_t defaultRingBytes(Backend backend) {
 
 Settings Settings::fromEnvironment() {
   Settings settings;
-  if (const char* link = std::getenv("TORCH_OFFLOAD_LINK")) settings.link = link;
+  const char* link = std::getenv("TORCH_OFFLOAD_LINK");
+  if (link != nullptr && *link != '\0') settings.link = link;
   settings.seed = environmentNumber("TORCH_OFFLOAD_SEED", settings.seed);
   settings.ringBytes = environmentNumber("TORCH_OFFLOAD_RING_BYTES", settings.ringBytes);
   settings.pinnedLimit = environmentNumber("TORCH_OFFLOAD_PINNED_LIMIT", settings.pinnedLimit);

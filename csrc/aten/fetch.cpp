@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/util/strides.h>
 
 namespace offload {
@@ -55,6 +56,12 @@ std::shared_ptr<void> keep(const c10::Storage& storage) {
   return std::make_shared<c10::Storage>(storage);
 }
 
+void checkDense(const at::Tensor& value) {
+  TORCH_CHECK(value.layout() == c10::kStrided && value.has_storage(), "offload: a tensor of shape ", value.sizes(),
+              " and layout ", value.layout(), " can't live on the offload device; offload tensors are dense, make it one with "
+              ".to_dense() or keep it on the CPU or on CUDA.");
+}
+
 bool coversItsStorage(const at::Tensor& value) {
   return value.storage().nbytes() > 0 && extentOf(value) == Extent{0, value.storage().nbytes()};
 }
@@ -86,8 +93,10 @@ c10::Device pairedDevice(c10::DeviceIndex index) {
 }
 
 at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
-  TORCH_CHECK(offload.layout() == c10::kStrided && offload.has_storage(), "offload: can't fetch a tensor of layout ",
-              offload.layout(), "; offload tensors are dense.");
+  checkDense(offload);
+  // What autograd may not save of the source it may not save of the fetched tensor.
+  std::optional<c10::InferenceMode> inference;
+  if (offload.is_inference() && !c10::InferenceMode::is_enabled()) inference.emplace(true);
   at::Tensor result;
   if (isCached(target)) {
     const Extent extent = existingExtentOf(offload).aligned();
@@ -103,6 +112,7 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
 }
 
 at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed) {
+  checkDense(value);
   const auto strides = value.is_non_overlapping_and_dense() ? c10::DimVector(value.strides()) : c10::contiguous_strides(value.sizes());
   auto result = emptyOffload(value.sizes(), strides, value.scalar_type(), home, isCached(computed) ? Born::Device : Born::Host);
   result.copy_(value);
@@ -110,6 +120,7 @@ at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device comp
 }
 
 at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device computed) {
+  checkDense(value);
   Context& context = Context::get();
   const auto& storage = value.storage();
   const bool onDevice = isCached(computed);

@@ -9,8 +9,8 @@ namespace {
 
 thread_local int hostScopes = 0;
 
-constexpr c10::DispatchKeySet kWrapperKeys({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
-                                            c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize});
+constexpr c10::DispatchKeySet kWrapperKeys({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                                            c10::DispatchKey::Functionalize});
 
 } // namespace
 
@@ -25,7 +25,7 @@ void Operands::add(const at::Tensor& tensor, bool written) {
       if (!offload) index = device.index();
       offload = true;
       offloadDims = offloadDims || dims;
-      if (!plain || !tensor.has_storage() || tensor.storage().nbytes() == 0) return;
+      if (!plain || tensor.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) || !tensor.has_storage() || tensor.storage().nbytes() == 0) return;
       const bool onDevice = blockOf(tensor.storage()).born == Born::Device;
       deviceBorn = deviceBorn || onDevice;
       targetDeviceBorn = targetDeviceBorn || (written && onDevice);

@@ -63,7 +63,7 @@ void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Pl
       writes.push_back({tensor, value.clone(), argument});
       return writes.back().work;
     }
-    if (cached) watch.add(tensor, value);
+    if (cached && !value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);
     fetched.emplace_back(tensor, value);
     return value;
   });
@@ -248,6 +248,11 @@ std::size_t interceptOperations() {
 std::map<std::string, std::uint64_t> hostFallbacks() {
   std::lock_guard lock(fallbacksMutex);
   return fallbacks();
+}
+
+// Autocast's work for offload tensors is done by the device that they are fetched to.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -121,7 +121,8 @@ at::Tensor fetch(const at::Tensor& offload, c10::Device target) {
 }
 
 at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device computed) {
-  if (tracing()) return callStash(result, home);
+  // Tensors without memory of their own: the dispatcher leads to what is inside.
+  if (tracing() || result.key_set().has(c10::DispatchKey::FuncTorchGradWrapper)) return callStash(result, home);
   at::Tensor stashed;
   {
     at::AutoDispatchBelowADInplaceOrView below;

@@ -1,8 +1,8 @@
 // The caching host allocator that Blocks come from.
 //
 // Note [Arena]
-// Host memory comes from the system in regions. A large request gets a region of its own size, exact to the page; small ones share
-// a region. A region is page-locked where the Link wants that, and stays so while it is cached. Ranges split and coalesce within
+// Host memory comes from the system in regions. A large request that no free range fits gets a region of its own size, exact to the
+// page; small ones share a region. A region is page-locked where the Link wants that, and stays so while it is cached. Ranges split and coalesce within
 // their region; the best fit wins. A range that a copy still reads or writes is *pending*: it is not handed out before its tokens
 // are done. free() is called from deleters: it neither waits nor calls the Link.
 #pragma once

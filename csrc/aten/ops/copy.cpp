@@ -69,12 +69,25 @@ at::Scalar localScalarDense(const at::Tensor& self) {
   return at::_local_scalar_dense(hostAlias(self));
 }
 
+// Host memory belongs to no stream.
+void recordStream(at::Tensor& /*self*/, at::Stream /*stream*/) {}
+
 } // namespace
+
+// A copy writes through its target's conjugate and negative bits; resolved first, the target would be a copy of itself.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copyFrom);
   m.impl("_copy_from_and_resize", copyFromAndResize);
   m.impl("_local_scalar_dense", localScalarDense);
+  m.impl("record_stream", recordStream);
 }
 
 } // namespace offload

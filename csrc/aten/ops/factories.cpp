@@ -48,7 +48,7 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::opt
 
 at::Tensor& setStorageOffset(at::Tensor& self, at::Storage source, std::int64_t offset, at::IntArrayRef sizes,
                              at::IntArrayRef strides) {
-  TORCH_CHECK(source.device().type() == kOffload, "offload: set_ was given a storage on ", source.device(),
+  TORCH_CHECK(source.device().type() == kOffload && isOffload(self), "offload: set_ was given a storage on ", source.device(),
               " for a tensor on ", self.device(), "; both must be on the same device.");
   auto& impl = *self.unsafeGetTensorImpl();
   impl.set_storage_keep_dtype(std::move(source));
