@@ -127,18 +127,21 @@ c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born b
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   }
   auto* block = new Block(range.data, bytes, range.pinned ? BlockKind::Pinned : BlockKind::Pageable, born, index);
-  std::lock_guard lock(blocksMutex_);
-  blocks_[range.data] = block;
-  return {range.data, block, &Context::deleteBlock, device};
+  return listed(block);
 }
 
 c10::DataPtr Context::foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner) {
   auto* block = new Block(data, bytes, BlockKind::Foreign, Born::Host, index);
   block->owner = std::move(owner);
-  foreignBytes_ += bytes;
+  return listed(block);
+}
+
+c10::DataPtr Context::listed(Block* block) {
   std::lock_guard lock(blocksMutex_);
-  blocks_[data] = block;
-  return {data, block, &Context::deleteBlock, c10::Device(kOffload, index)};
+  blocks_[block->data] = block;
+  hostBytes_ += block->bytes;
+  hostBytesPeak_ = std::max(hostBytesPeak_.load(), hostBytes_.load());
+  return {block->data, block, &Context::deleteBlock, c10::Device(kOffload, static_cast<c10::DeviceIndex>(block->device))};
 }
 
 void Context::deleteBlock(void* context) noexcept {
@@ -149,8 +152,8 @@ void Context::deleteBlock(void* context) noexcept {
     std::lock_guard lock(self.blocksMutex_);
     const auto found = self.blocks_.find(block->data);
     if (found != self.blocks_.end() && found->second == block.get()) self.blocks_.erase(found);
+    self.hostBytes_ -= block->bytes;
   }
-  if (block->kind == BlockKind::Foreign) self.foreignBytes_ -= block->bytes;
   std::vector<Token> pending;
   if (self.residency_) pending = self.residency_->forget(*block);
   if (block->kind != BlockKind::Foreign) {

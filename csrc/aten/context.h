@@ -77,9 +77,15 @@ class Context {
 
   /// The Block whose host bytes begin at an address; null if there is none.
   Block* blockAt(const void* data) const;
-  /// Bytes of Blocks over memory of somebody else.
-  std::size_t foreignBytes() const noexcept {
-    return foreignBytes_;
+  /// Host bytes of all Blocks, whoever's memory it is: now, and at most since the peak was reset.
+  std::size_t hostBytes() const noexcept {
+    return hostBytes_;
+  }
+  std::size_t hostBytesPeak() const noexcept {
+    return hostBytesPeak_;
+  }
+  void resetHostPeak() noexcept {
+    hostBytesPeak_ = hostBytes_.load();
   }
 
   /// Takes the right to read or to write host bytes; an empty lease where there is no cache to keep true.
@@ -90,6 +96,7 @@ class Context {
 
  private:
   explicit Context(const Settings& settings);
+  c10::DataPtr listed(Block* block);
   static void deleteBlock(void* context) noexcept;
 
   Backend backend_ = Backend::Host;
@@ -98,7 +105,8 @@ class Context {
   std::unique_ptr<Residency> residency_;
   mutable std::mutex blocksMutex_;
   std::unordered_map<const void*, Block*> blocks_;
-  std::atomic<std::size_t> foreignBytes_{0};
+  std::atomic<std::size_t> hostBytes_{0};
+  std::atomic<std::size_t> hostBytesPeak_{0};
 };
 
 /// The number of devices `offload:i`: one for each CUDA device, at least one. Does not touch the GPU.

@@ -27,7 +27,8 @@ void deleteAliased(void* memory) {
 
 // The bytes of a fetch, from the aligned beginning of the extent on.
 c10::DataPtr fetchBytes(const at::Tensor& offload, const Extent& extent, c10::Device target) {
-  if (extent.bytes() == 0) return {nullptr, c10::Device(target.type(), target.index())};
+  const c10::Device device = target.is_cpu() ? c10::Device(c10::kCPU) : target;
+  if (extent.bytes() == 0) return {nullptr, device};
   Context& context = Context::get();
   Pin pin;
   try {
@@ -36,7 +37,6 @@ c10::DataPtr fetchBytes(const at::Tensor& offload, const Extent& extent, c10::De
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   }
   void* data = pin.data();
-  const c10::Device device = target.is_cpu() ? c10::Device(c10::kCPU) : target;
   return {data, new FetchedMemory{std::move(pin)}, &deleteFetched, device};
 }
 

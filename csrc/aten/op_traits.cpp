@@ -181,7 +181,7 @@ bool isInterceptable(const c10::OperatorHandle& op) {
 void replaceTensors(const OpTraits& traits, torch::jit::Stack& stack,
                     const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each) {
   const std::size_t base = stack.size() - traits.arguments.size();
-  for (std::size_t k = 0; k < traits.arguments.size(); ++k) {
+  for (std::size_t k = traits.arguments.size(); k-- > 0;) {
     const auto& argument = traits.arguments[k];
     auto& value = stack[base + k];
     if (value.isTensor()) {
@@ -190,10 +190,10 @@ void replaceTensors(const OpTraits& traits, torch::jit::Stack& stack,
       if (replacement.defined()) value = std::move(replacement);
     } else if (argument.kind == ArgumentKind::TensorList && value.isTensorList()) {
       auto list = value.toTensorVector();
-      for (auto& tensor : list) {
-        if (!tensor.defined()) continue;
-        auto replacement = each(tensor, argument);
-        if (replacement.defined()) tensor = std::move(replacement);
+      for (auto tensor = list.rbegin(); tensor != list.rend(); ++tensor) {
+        if (!tensor->defined()) continue;
+        auto replacement = each(*tensor, argument);
+        if (replacement.defined()) *tensor = std::move(replacement);
       }
       value = std::move(list);
     } else if (argument.kind == ArgumentKind::OptionalTensorList && value.isList()) {

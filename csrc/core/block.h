@@ -13,9 +13,9 @@ namespace offload {
 struct Slot;
 
 enum class BlockKind {
-  Pinned,   // page-locked memory of the Arena
+  Pinned, // page-locked memory of the Arena
   Pageable, // memory of the Arena that the system would not lock, or where there is nothing to copy to
-  Foreign,  // memory of somebody else, kept alive by the Block's owner
+  Foreign, // memory of somebody else, kept alive by the Block's owner
 };
 
 /// Where a storage's first value came about. It never changes, so no result depends on what the cache holds.

@@ -299,13 +299,13 @@ void Residency::retireStale(Block& block, Slots& retired) {
 
 // ---- giving up
 
-// Memory goes back in stream order: its home stream first waits for whatever still uses it.
+// Memory goes back in stream order: its home stream first waits for whatever still uses it. The last write needs no mention: the
+// stream of every Pin has waited for it.
 void Residency::release(Slots& retired) noexcept {
   Slots refused;
   for (auto& slot : retired) {
     if (slot->buffer.data == nullptr) continue;
     try {
-      slot->ready.orderBefore(slot->buffer.home);
       for (const Token& token : slot->readers.all()) token.orderBefore(slot->buffer.home);
       if (options_.poison && !slot->buffer.owner) link_.fill(slot->buffer.data, 0xFF, slot->buffer.bytes, slot->buffer.home);
     } catch (...) {

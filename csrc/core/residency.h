@@ -5,7 +5,7 @@
 //   copy to a Slot   after copies into the host bytes          (Block::writers)
 //   copy home        after its producer, and after copies out of and into the host bytes
 //   kernel           after the copy into its Slot               (Slot::ready, on the kernel's own stream)
-//   reuse of memory  after the Slot's readers and its last copy (on the memory's home stream)
+//   reuse of memory  after the Slot's readers                   (Slot::readers, on the memory's home stream)
 //   host access      after Block::writers, to write also after Block::readers (HostLease)
 // All but the last are orders between streams; only a HostLease waits on the host.
 //

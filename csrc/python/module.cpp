@@ -33,8 +33,8 @@ py::dict statistics(int index) {
   py::dict result;
   const Context* now = Context::ifCreated();
   const ArenaStats host = now != nullptr ? now->arena().stats() : ArenaStats{};
-  result["host.allocated_bytes.current"] = host.allocated + (now != nullptr ? now->foreignBytes() : 0);
-  result["host.allocated_bytes.peak"] = host.allocatedPeak;
+  result["host.allocated_bytes.current"] = now != nullptr ? now->hostBytes() : 0;
+  result["host.allocated_bytes.peak"] = now != nullptr ? now->hostBytesPeak() : 0;
   result["host.reserved_bytes.current"] = host.reserved;
   result["host.reserved_bytes.peak"] = host.reservedPeak;
   result["host.pinned_bytes.current"] = host.pinned;
@@ -58,8 +58,9 @@ py::dict statistics(int index) {
 }
 
 void resetPeaks(int index) {
-  const Context* now = Context::ifCreated();
+  Context* now = Context::ifCreated();
   if (now == nullptr) return;
+  now->resetHostPeak();
   now->arena().resetPeaks();
   if (now->hasCache()) now->residency().resetPeaks(checkedIndex(index));
 }

@@ -11,8 +11,8 @@ namespace {
 void check(cudaError_t code, const char* what) {
   if (code == cudaSuccess) return;
   (void)cudaGetLastError();
-  throw Error(std::string("offload: CUDA failed to ") + what + ": " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) +
-              ").");
+  throw Error(
+      std::string("offload: CUDA failed to ") + what + ": " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) + ").");
 }
 
 cudaStream_t native(Stream stream) {

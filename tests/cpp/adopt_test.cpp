@@ -1,0 +1,187 @@
+// Results that come home: device memory that is handed over, and bytes that are copied from what somebody else owns.
+#include "core_rig.h"
+
+namespace offload {
+namespace {
+
+using namespace core_test;
+
+template <class Body>
+void onEverySeed(Body body) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Rig rig({{.seed = seed}});
+    ASSERT_NO_THROW(body(rig, rig.sim.createStream(0))) << "seed " << seed;
+    rig.cache.emptyCache(0);
+    ASSERT_EQ(rig.owned, 0) << "seed " << seed;
+    ASSERT_EQ(rig.sim.bytesInUse(0), 0U) << "seed " << seed;
+    ASSERT_NO_THROW(rig.sim.drain()) << "seed " << seed;
+    ASSERT_FALSE(testing::Test::HasFailure()) << "seed " << seed;
+  }
+}
+
+TEST(Adopt, TheBytesComeHome) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const auto block = rig.newBlock(1000);
+    rig.cache.adopt(*block, rig.newResult(stream, pattern(1, 1000)), stream);
+    EXPECT_EQ(rig.read(*block), pattern(1, 1000));
+    EXPECT_EQ(block->version, 1U);
+    EXPECT_EQ(block->hostVersion, 1U);
+  });
+}
+
+TEST(Adopt, AFetchFindsThemOnTheDevice) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const Stream other = rig.sim.createStream(0);
+    const auto block = rig.newBlock(1000);
+    DeviceBuffer result = rig.newResult(stream, pattern(1, 1000));
+    auto* const data = static_cast<std::byte*>(result.data);
+    rig.cache.adopt(*block, std::move(result), stream);
+    const Pin pin = rig.cache.fetch(*block, {100, 1000}, other);
+    EXPECT_EQ(pin.data(), data + 100);
+    EXPECT_EQ(rig.cache.transferStats(0).copiesToDevice, 0U);
+    EXPECT_EQ(rig.cache.transferStats(0).bytesToHost, 1000U);
+    const auto seen = rig.readOnDevice(other, pin.data(), 900);
+    rig.sim.drain();
+    EXPECT_EQ(std::memcmp(seen->data(), pattern(1, 1000).data() + 100, 900), 0);
+  });
+}
+
+TEST(Adopt, TheMemoryIsReleasedOnceAfterTheCopyHomeAndItsReaders) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const Stream other = rig.sim.createStream(0);
+    const auto block = rig.newBlock(1000);
+    rig.cache.adopt(*block, rig.newResult(stream, pattern(1, 1000)), stream);
+    {
+      const Pin pin = rig.cache.fetch(*block, {0, 1000}, other);
+      rig.readOnDevice(other, pin.data(), 1000);
+    }
+    EXPECT_EQ(rig.owned, 1);
+    EXPECT_EQ(rig.cache.emptyCache(0), 1000U); // the simulation reports a free that comes too early
+    EXPECT_EQ(rig.owned, 0);
+    const DeviceBuffer next = rig.newResult(stream, pattern(2, 1000));
+    EXPECT_EQ(rig.read(*block), pattern(1, 1000));
+  });
+}
+
+TEST(Adopt, MemoryOfTheLinkIsFreedOnItsHomeStream) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const Stream producer = rig.sim.createStream(0);
+    const auto block = rig.newBlock(1000);
+    DeviceBuffer buffer{rig.sim.allocate(1000, stream), 1000, stream, nullptr};
+    rig.order(stream, producer);
+    rig.writeOnDevice(producer, buffer.data, pattern(1, 1000));
+    rig.cache.adopt(*block, std::move(buffer), producer);
+    EXPECT_EQ(rig.cache.emptyCache(0), 1000U);
+    EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
+    EXPECT_EQ(rig.read(*block), pattern(1, 1000));
+  });
+}
+
+TEST(Adopt, ReplacesWhatWasThere) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const auto block = rig.newBlock(pattern(1, 1000));
+    Pin old = rig.cache.fetch(*block, {0, 1000}, stream);
+    rig.cache.fetch(*block, {0, 500}, stream);
+    rig.cache.adopt(*block, rig.newResult(stream, pattern(2, 1000)), stream);
+    rig.cache.adopt(*block, rig.newResult(stream, pattern(3, 1000)), stream);
+    rig.cache.validate(*block);
+    const auto before = rig.readOnDevice(stream, old.data(), 1000);
+    const Pin now = rig.cache.fetch(*block, {0, 500}, stream);
+    const auto after = rig.readOnDevice(stream, now.data(), 500);
+    EXPECT_EQ(rig.read(*block), pattern(3, 1000));
+    rig.sim.drain();
+    EXPECT_EQ(*before, pattern(1, 1000));
+    EXPECT_EQ(std::memcmp(after->data(), pattern(3, 1000).data(), 500), 0);
+    old = Pin();
+    rig.cache.validate(*block);
+  });
+}
+
+TEST(Adopt, CountsAgainstTheRing) {
+  CoreOptions options;
+  options.cache.ringBytes = 2048;
+  Rig rig(options);
+  std::vector<Rig::BlockPtr> blocks;
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    blocks.push_back(rig.newBlock(1024));
+    rig.cache.adopt(*blocks[i], rig.newResult({}, pattern(i, 1024)), {});
+  }
+  EXPECT_EQ(rig.cache.stats(0).slotBytes, 2048U);
+  EXPECT_EQ(rig.owned, 2);
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(rig.read(*blocks[i]), pattern(i, 1024));
+  }
+}
+
+TEST(Adopt, ABlockMayGoWhileItsBytesAreOnTheirWayHome) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    for (std::uint64_t i = 0; i < 5; ++i) {
+      const auto block = rig.newBlock(1000);
+      rig.cache.adopt(*block, rig.newResult(stream, pattern(i, 1000)), stream);
+    }
+    EXPECT_EQ(rig.owned, 0);
+    const auto block = rig.newBlock(pattern(9, 1000));
+    EXPECT_EQ(rig.read(*block), pattern(9, 1000));
+  });
+}
+
+TEST(Store, CopiesHomeBeforeTheSourceIsOverwritten) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const auto block = rig.newBlock(pattern(1, 1000));
+    {
+      const DeviceBuffer result = rig.newResult(stream, pattern(2, 1000));
+      rig.cache.store(*block, {0, 1000}, result.data, stream);
+      rig.writeOnDevice(stream, result.data, pattern(3, 1000));
+    }
+    EXPECT_EQ(rig.read(*block), pattern(2, 1000));
+  });
+}
+
+TEST(Store, OfAPartLeavesTheRest) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const auto block = rig.newBlock(pattern(1, 1000));
+    const DeviceBuffer result = rig.newResult(stream, pattern(2, 100));
+    rig.cache.store(*block, {300, 400}, result.data, stream);
+    Bytes expected = pattern(1, 1000);
+    const Bytes stored = pattern(2, 100);
+    std::copy(stored.begin(), stored.end(), expected.begin() + 300);
+    const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
+    const auto seen = rig.readOnDevice(stream, pin.data(), 1000);
+    EXPECT_EQ(rig.read(*block), expected);
+    rig.sim.drain();
+    EXPECT_EQ(*seen, expected);
+  });
+}
+
+TEST(Store, ComesAfterCopiesOutAndMakesSlotsStale) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const Stream other = rig.sim.createStream(0);
+    const auto block = rig.newBlock(pattern(1, 1000));
+    const Pin old = rig.cache.fetch(*block, {0, 1000}, other);
+    const auto before = rig.readOnDevice(other, old.data(), 1000);
+    const DeviceBuffer result = rig.newResult(stream, pattern(2, 1000));
+    rig.cache.store(*block, {0, 1000}, result.data, stream);
+    const Pin now = rig.cache.fetch(*block, {0, 1000}, other);
+    EXPECT_EQ(rig.cache.stats(0).hits, 0U);
+    const auto after = rig.readOnDevice(other, now.data(), 1000);
+    rig.sim.drain();
+    EXPECT_EQ(*before, pattern(1, 1000));
+    EXPECT_EQ(*after, pattern(2, 1000));
+  });
+}
+
+TEST(Store, StoresFromSeveralStreamsKeepTheirOrder) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const Stream other = rig.sim.createStream(0);
+    const auto block = rig.newBlock(pattern(1, 1000));
+    for (std::uint64_t i = 2; i < 6; ++i) {
+      const Stream producer = i % 2 == 0 ? stream : other;
+      const DeviceBuffer result = rig.newResult(producer, pattern(i, 1000));
+      rig.cache.store(*block, {0, 1000}, result.data, producer);
+    }
+    EXPECT_EQ(rig.read(*block), pattern(5, 1000));
+  });
+}
+
+} // namespace
+} // namespace offload

@@ -1,0 +1,118 @@
+// What the tests of core share: an Arena and a Residency over the simulated link, and Blocks that go back by themselves.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/error.h"
+#include "core/link/fault_link.h"
+#include "core/link/sim_link.h"
+#include "core/residency.h"
+
+namespace offload::core_test {
+
+using Bytes = std::vector<unsigned char>;
+
+/// A value of its own for each `tag`, in which no two places of a few hundred bytes look alike.
+inline Bytes pattern(std::uint64_t tag, std::size_t bytes) {
+  SimRandom random(tag);
+  Bytes out(bytes);
+  for (auto& byte : out) {
+    byte = static_cast<unsigned char>(random.next());
+  }
+  return out;
+}
+
+inline ArenaOptions smallRegions() {
+  ArenaOptions options;
+  options.sharedRegionBytes = 1 << 16;
+  options.ownRegionBytes = 1 << 15;
+  return options;
+}
+
+struct CoreOptions {
+  SimOptions sim{};
+  ResidencyOptions cache{};
+  ArenaOptions arena = smallRegions();
+};
+
+template <class OuterLink = FaultLink>
+struct BasicRig {
+  explicit BasicRig(CoreOptions options = {})
+      : sim(options.sim), link(sim), arena(&link, options.arena), cache(link, options.cache) {}
+
+  /// Gives a Block's memory back the way that the glue does.
+  struct Return {
+    BasicRig* rig;
+    void operator()(Block* block) const {
+      rig->arena.free(block->data, rig->cache.forget(*block));
+      delete block;
+    }
+  };
+  using BlockPtr = std::unique_ptr<Block, Return>;
+
+  BlockPtr newBlock(std::size_t bytes) {
+    const HostRange range = arena.allocate(bytes);
+    return {new Block(range.data, bytes, BlockKind::Pinned, Born::Host, 0), Return{this}};
+  }
+  BlockPtr newBlock(const Bytes& value) {
+    BlockPtr block = newBlock(value.size());
+    write(*block, value);
+    return block;
+  }
+
+  void write(Block& block, const Bytes& value, std::size_t at = 0) {
+    const HostLease lease = cache.lease(block, Access::Write);
+    std::byte* const host = static_cast<std::byte*>(lease.data()) + at;
+    sim.hostAccess(host, value.size(), Access::Write);
+    std::memcpy(host, value.data(), value.size());
+  }
+  Bytes read(Block& block) {
+    const HostLease lease = cache.lease(block, Access::Read);
+    sim.hostAccess(lease.data(), block.bytes, Access::Read);
+    const auto* const host = static_cast<const unsigned char*>(lease.data());
+    return {host, host + block.bytes};
+  }
+
+  /// Enqueues a kernel that copies `bytes` device bytes into what is returned, for when the simulation has been drained.
+  std::shared_ptr<Bytes> readOnDevice(Stream stream, const void* device, std::size_t bytes) {
+    auto seen = std::make_shared<Bytes>(bytes);
+    sim.launch(stream, [=] { std::memcpy(seen->data(), device, bytes); }, {{device, bytes}}, {});
+    return seen;
+  }
+  void writeOnDevice(Stream stream, void* device, const Bytes& value) {
+    sim.launch(stream, [=] { std::memcpy(device, value.data(), value.size()); }, {}, {{device, value.size()}});
+  }
+  /// Device memory that a kernel fills with `value`; it belongs to somebody else, as a tensor's does.
+  DeviceBuffer newResult(Stream stream, const Bytes& value) {
+    void* const data = sim.allocate(value.size(), stream);
+    writeOnDevice(stream, data, value);
+    ++owned;
+    return {data, value.size(), stream, std::shared_ptr<void>(data, [this, stream](void* memory) {
+              sim.free(memory, stream);
+              --owned;
+            })};
+  }
+  void order(Stream first, Stream second) {
+    const Event event = sim.createEvent(first.device);
+    sim.record(event, first);
+    sim.wait(second, event);
+    sim.destroyEvent(event);
+  }
+
+  int owned = 0; // buffers of newResult() that have not been released
+  SimLink sim;
+  OuterLink link;
+  Arena arena;
+  Residency cache;
+};
+using Rig = BasicRig<>;
+
+/// Every test of order runs with each of these.
+inline constexpr std::uint64_t kSeeds = 100;
+
+} // namespace offload::core_test

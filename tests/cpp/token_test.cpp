@@ -1,0 +1,268 @@
+// Tokens: what they know, whom they order, and that sets of them stay small.
+#include <thread>
+
+#include "core_rig.h"
+
+namespace offload {
+namespace {
+
+using namespace core_test;
+
+/// Counts what the link below is asked for, and can hold a thread that records back.
+class CountingLink final : public FaultLink {
+ public:
+  using FaultLink::FaultLink;
+  Event createEvent(int device) override {
+    ++events;
+    return FaultLink::createEvent(device);
+  }
+  void wait(Stream stream, Event event) override {
+    ++waits;
+    FaultLink::wait(stream, event);
+  }
+  void record(Event event, Stream stream) override {
+    if (hold.exchange(false)) {
+      held = true;
+      while (held) {
+        std::this_thread::yield();
+      }
+    }
+    FaultLink::record(event, stream);
+  }
+  int events = 0;
+  int waits = 0;
+  std::atomic<bool> hold{false};
+  std::atomic<bool> held{false};
+};
+
+struct TokenRig {
+  explicit TokenRig(std::uint64_t seed = 0) : sim({.seed = seed, .devices = 2, .bias = SimBias::Late}), link(sim), pool(link) {}
+
+  SimLink sim;
+  CountingLink link;
+  EventPool pool;
+  Stream one = sim.createStream(0);
+  Stream two = sim.createStream(0);
+};
+
+TEST(Token, ADefaultOneIsDone) {
+  const Token token;
+  EXPECT_TRUE(token.done());
+  EXPECT_TRUE(token.knownDone());
+  token.wait();
+  token.orderBefore({});
+}
+
+TEST(Token, IsDoneWhenItsPlaceHasBeenReached) {
+  TokenRig rig;
+  bool ran = false;
+  rig.sim.launchHost([&] { ran = true; }, rig.one);
+  const Token token = rig.pool.record(rig.one);
+  EXPECT_FALSE(token.knownDone());
+  token.wait();
+  EXPECT_TRUE(ran);
+  EXPECT_TRUE(token.knownDone());
+}
+
+TEST(Token, KnowsWhatItHasAsked) {
+  TokenRig rig;
+  const Token token = rig.pool.record(rig.one);
+  const Token copy = token;
+  rig.sim.drain();
+  EXPECT_FALSE(token.knownDone());
+  EXPECT_TRUE(token.done());
+  EXPECT_TRUE(copy.knownDone());
+}
+
+TEST(Token, OrdersOtherStreams) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    TokenRig rig(seed);
+    void* const data = rig.sim.allocate(64, rig.one);
+    const Token allocated = rig.pool.record(rig.one);
+    allocated.orderBefore(rig.two);
+    ASSERT_NO_THROW(rig.sim.fill(data, 1, 64, rig.two)) << "seed " << seed;
+    rig.pool.record(rig.two).orderBefore(rig.one);
+    ASSERT_NO_THROW(rig.sim.free(data, rig.one)) << "seed " << seed;
+    ASSERT_NO_THROW(rig.sim.drain()) << "seed " << seed;
+  }
+}
+
+TEST(Token, DefaultStreamsOfTwoDevicesAreTwoStreams) {
+  TokenRig rig;
+  const Token token = rig.pool.record({0, nullptr});
+  token.orderBefore({0, nullptr});
+  EXPECT_EQ(rig.link.waits, 0);
+  token.orderBefore({1, nullptr});
+  EXPECT_EQ(rig.link.waits, 1);
+}
+
+TEST(Token, ARecycledEventKeepsTheOrderGivenBefore) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    TokenRig rig(seed);
+    void* const data = rig.sim.allocate(64, rig.one);
+    rig.pool.record(rig.one).orderBefore(rig.two);
+    rig.pool.record(rig.two); // the same event, on another stream
+    EXPECT_EQ(rig.link.events, 1);
+    ASSERT_NO_THROW(rig.sim.fill(data, 1, 64, rig.two)) << "seed " << seed;
+    rig.pool.record(rig.two).orderBefore(rig.one);
+    rig.sim.free(data, rig.one);
+    ASSERT_NO_THROW(rig.sim.drain()) << "seed " << seed;
+  }
+}
+
+TEST(Token, MayOutliveItsPool) {
+  SimLink sim;
+  const Stream stream = sim.createStream(0);
+  Token token;
+  {
+    EventPool pool(sim);
+    token = pool.record(stream);
+  }
+  token.wait();
+  EXPECT_TRUE(token.done());
+}
+
+TEST(Token, OfARefusedEventIsRecordedWhenItIsAsked) {
+  for (const std::uint64_t refused : {1, 2}) { // the creation, the recording
+    TokenRig rig;
+    bool ran = false;
+    rig.sim.launchHost([&] { ran = true; }, rig.one);
+    rig.link.fail(refused);
+    const Token token = rig.pool.record(rig.one);
+    EXPECT_EQ(rig.link.failures(), 1U);
+    token.wait();
+    EXPECT_TRUE(ran);
+  }
+}
+
+TEST(Token, OfALostDeviceThrowsWhenItIsAsked) {
+  TokenRig rig;
+  rig.link.fail(1, Failing::FromThenOn);
+  const Token token = rig.pool.record(rig.one);
+  EXPECT_THROW(token.done(), Error);
+  EXPECT_THROW(token.wait(), Error);
+  EXPECT_THROW(token.orderBefore(rig.two), Error);
+  EXPECT_FALSE(token.knownDone());
+  rig.link.fail(0);
+}
+
+TEST(TokenSet, HoldsTheLastTokenOfEachStream) {
+  TokenRig rig;
+  TokenSet set;
+  for (int repeat = 0; repeat < 1000; ++repeat) {
+    set.add(rig.pool.record(rig.one));
+    set.add(rig.pool.record(rig.two));
+  }
+  EXPECT_EQ(set.all().size(), 2U);
+  EXPECT_LE(rig.link.events, 3);
+  bool ran = false;
+  rig.sim.launchHost([&] { ran = true; }, rig.two);
+  set.add(rig.pool.record(rig.two));
+  for (const Token& token : set.all()) {
+    token.wait();
+  }
+  EXPECT_TRUE(ran);
+  set.prune();
+  EXPECT_TRUE(set.empty());
+}
+
+TEST(TokenSet, AnEarlierTokenThatComesLateReplacesNothing) {
+  TokenRig rig;
+  const Token earlier = rig.pool.record(rig.one);
+  bool ran = false;
+  rig.sim.launchHost([&] { ran = true; }, rig.one);
+  TokenSet set;
+  set.add(rig.pool.record(rig.one));
+  set.add(earlier);
+  for (const Token& token : set.all()) {
+    token.wait();
+  }
+  EXPECT_TRUE(ran);
+}
+
+TEST(TokenSet, OfThreadsThatRecordAtOnceNoneIsTheEarlierOne) {
+  TokenRig rig;
+  TokenSet set;
+  Token slow;
+  rig.link.hold = true;
+  std::thread thread([&] { slow = rig.pool.record(rig.one); });
+  while (!rig.link.held) {
+    std::this_thread::yield();
+  }
+  const Token fast = rig.pool.record(rig.one);
+  bool ran = false;
+  rig.sim.launchHost([&] { ran = true; }, rig.one); // what `slow` covers and `fast` doesn't
+  rig.link.held = false;
+  thread.join();
+  set.add(slow);
+  set.add(fast);
+  for (const Token& token : set.all()) {
+    token.wait();
+  }
+  EXPECT_TRUE(ran);
+}
+
+TEST(TokenSet, ATokenThatCouldNotBeRecordedIsNotTakenForAnEarlierOne) {
+  TokenRig rig;
+  TokenSet set;
+  rig.link.fail(1);
+  set.add(rig.pool.record(rig.one));
+  set.add(rig.pool.record(rig.one));
+  EXPECT_EQ(set.all().size(), 2U);
+}
+
+TEST(TokenSet, NeedsNoDoneTokens) {
+  TokenRig rig;
+  TokenSet set;
+  set.add(Token());
+  const Token token = rig.pool.record(rig.one);
+  token.wait();
+  set.add(token);
+  EXPECT_TRUE(set.empty());
+}
+
+TEST(EventPool, ThreadsRecordAtOnce) {
+  SimLink sim;
+  EventPool pool(sim);
+  const Stream stream = sim.createStream(0);
+  std::mutex mutex;
+  TokenSet shared;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&] {
+      for (int repeat = 0; repeat < 500; ++repeat) {
+        Token token = pool.record(stream);
+        const std::lock_guard lock(mutex);
+        shared.add(std::move(token));
+      }
+    });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+  EXPECT_LE(shared.all().size(), 8U);
+  for (const Token& token : shared.all()) {
+    token.wait();
+  }
+}
+
+TEST(EventPool, ThreadsThatFindATokenUnrecordedAgree) {
+  for (int repeat = 0; repeat < 50; ++repeat) {
+    TokenRig rig;
+    bool ran = false;
+    rig.sim.launchHost([&] { ran = true; }, rig.one);
+    rig.link.fail(1);
+    const Token token = rig.pool.record(rig.one);
+    std::vector<std::thread> threads;
+    for (int thread = 0; thread < 3; ++thread) {
+      threads.emplace_back([&] { token.wait(); });
+    }
+    for (auto& thread : threads) {
+      thread.join();
+    }
+    EXPECT_TRUE(ran);
+  }
+}
+
+} // namespace
+} // namespace offload

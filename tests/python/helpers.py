@@ -1,0 +1,114 @@
+"""What the tests of the offload device compare with: the same program on the plain device, bit by bit."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import torch_offload  # noqa: F401 - makes the device
+
+GPU = torch.cuda.is_available()
+SIM = os.environ.get("TORCH_OFFLOAD_LINK") == "sim"
+HOST = not GPU and not SIM
+CACHED = not HOST  # fetches go through a cache
+
+OFFLOAD = torch.device("offload")
+CPU = torch.device("cpu")
+COMPUTE = torch.device("cuda", 0) if GPU else CPU
+
+LOW = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float64, *LOW)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of the values, in row-major order, on the CPU."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return plain.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def assert_same(actual: Any, expected: Any, where: str = "result") -> None:
+    """The same structure, dtypes, shapes and bits; devices may differ."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(actual, torch.Tensor), f"{where}: {type(actual)} and not a tensor"
+        assert actual.dtype == expected.dtype, f"{where}: {actual.dtype} and not {expected.dtype}"
+        assert actual.shape == expected.shape, f"{where}: {tuple(actual.shape)} and not {tuple(expected.shape)}"
+        if not torch.equal(bits(actual), bits(expected)):
+            raise AssertionError(f"{where} differs:\n{actual.detach().cpu()}\nand not\n{expected.detach().cpu()}")
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_same(actual[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), where
+        for k, value in enumerate(expected):
+            assert_same(actual[k], value, f"{where}[{k}]")
+    else:
+        assert actual == expected, f"{where}: {actual} and not {expected}"
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Kernels whose results are the same bits every time, where there is a choice."""
+    if not GPU:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.backends.cudnn.deterministic = False
+
+
+def same(run: Callable[[torch.device], Any], seed: int = 0, truth: torch.device = COMPUTE) -> Any:
+    """Runs ``run(device)`` on the plain device and on offload; all that it returns must be the same bits.
+
+    Returns:
+        What the run on offload returned.
+    """
+    with deterministic():
+        torch.manual_seed(seed)
+        expected = run(truth)
+        torch.manual_seed(seed)
+        actual = run(OFFLOAD)
+    assert_same(actual, expected)
+    return actual
+
+
+def grads(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Every parameter's gradient, which must be where the parameter is."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            assert parameter.grad.device == parameter.device, name
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def python(program: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
+    """Runs a program in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def passes(program: str, timeout: float = 120, **environment: str) -> str:
+    """What a program prints that must succeed, and say nothing on its error output."""
+    done = python(program, timeout, **environment)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

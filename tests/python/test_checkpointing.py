@@ -1,0 +1,225 @@
+"""Activation checkpointing, and saved-tensor hooks of the user's."""
+
+import functools
+
+import pytest
+import torch
+from helpers import COMPUTE, GPU, grads, same
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def training(forward, dropout=0.0, feed="plain"):
+    def run(device):
+        blocks = nn.ModuleList([Block(dropout) for _ in range(4)]).to(device)
+        x = torch.randn(3, 8).to(device if feed == "offload" else COMPUTE).requires_grad_()
+        torch.manual_seed(1)
+        y = forward(blocks, x)
+        y.square().sum().backward()
+        return y, x.grad, grads(blocks)
+
+    return run
+
+
+def every(blocks, x, **kwargs):
+    for block in blocks:
+        x = checkpoint(block, x, **kwargs)
+    return x
+
+
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(reentrant, dropout, feed):
+    same(training(functools.partial(every, use_reentrant=reentrant), dropout, feed))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_equal_to_no_checkpointing(reentrant):
+    def plain(blocks, x):
+        for block in blocks:
+            x = block(x)
+        return x
+
+    torch.manual_seed(0)
+    one = training(functools.partial(every, use_reentrant=reentrant))(torch.device("offload"))
+    torch.manual_seed(0)
+    other = training(plain)(torch.device("offload"))
+    for a, b in zip([*one[:2], *one[2].values()], [*other[:2], *other[2].values()], strict=True):
+        assert torch.equal(a.cpu(), b.cpu())
+
+
+def test_nested():
+    def nested(blocks, x):
+        def inner(x):
+            return checkpoint(blocks[1], checkpoint(blocks[0], x, use_reentrant=False), use_reentrant=False)
+
+        x = checkpoint(inner, x, use_reentrant=False)
+        return checkpoint(lambda x: checkpoint(blocks[3], blocks[2](x), use_reentrant=False), x, use_reentrant=False)
+
+    same(training(nested))
+
+
+def test_nested_reentrant():
+    def nested(blocks, x):
+        def inner(x):
+            return checkpoint(blocks[1], checkpoint(blocks[0], x, use_reentrant=True), use_reentrant=True)
+
+        return blocks[3](blocks[2](checkpoint(inner, x, use_reentrant=True)))
+
+    same(training(nested))
+
+
+def test_sequential():
+    same(training(lambda blocks, x: checkpoint_sequential(blocks, 2, x, use_reentrant=False)))
+
+
+@pytest.mark.parametrize("saved", ["aten.addmm.default", "aten.gelu.default", "aten.native_layer_norm.default"])
+def test_selective(saved):
+    seen = []
+
+    def policy(context, op, *args, **kwargs):
+        seen.append(str(op))
+        return CheckpointPolicy.MUST_SAVE if str(op) == saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    same(
+        training(
+            functools.partial(
+                every,
+                use_reentrant=False,
+                context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
+            )
+        )
+    )
+    assert saved in seen
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_early_stop(early_stop):
+    def run(blocks, x):
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+            return every(blocks, x, use_reentrant=False)
+
+    same(training(run))
+
+
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["pair", "offload"])
+def test_under_autocast(name, reentrant, feed):
+    """What is recomputed in backward, outside of the region, is computed under the same autocast."""
+
+    def run(device):
+        blocks = nn.ModuleList([Block() for _ in range(2)]).to(device)
+        x = torch.randn(3, 8).to(device if feed == "offload" else COMPUTE).requires_grad_()
+        with torch.autocast(device.type if name == "offload" else COMPUTE.type, torch.bfloat16):
+            y = every(blocks, x, use_reentrant=reentrant)
+        y.square().sum().backward()
+        return y, x.grad, grads(blocks)
+
+    same(run)
+
+
+def test_without_preserving_random_states():
+    same(training(functools.partial(every, use_reentrant=False, preserve_rng_state=False)))
+
+
+def test_checkpointed_with_a_weight_as_an_argument():
+    def run(device):
+        weight = torch.randn(8, 8).to(device).requires_grad_()
+        x = torch.randn(3, 8).to(COMPUTE).requires_grad_()
+        y = checkpoint(lambda x, w: (x @ w).tanh() @ w, x, weight, use_reentrant=False)
+        y = y + checkpoint(lambda x, w: (x @ w).tanh(), x, weight, use_reentrant=True)
+        y.square().sum().backward()
+        return y, x.grad, weight.grad
+
+    same(run)
+
+
+@pytest.mark.parametrize("pin", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_save_on_cpu(pin):
+    def forward(blocks, x):
+        with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+            for block in blocks:
+                x = block(x)
+        return x
+
+    same(training(forward))
+
+
+def test_saved_tensors_hooks_see_every_tensor():
+    def run(device):
+        layer = nn.Linear(8, 8).to(device)
+        packed = []
+
+        def pack(tensor):
+            packed.append(tensor.clone())
+            return len(packed) - 1
+
+        x = torch.randn(3, 8).to(COMPUTE).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda k: packed[k].clone()):
+            y = layer(x).tanh()
+        y.square().sum().backward()
+        return y, x.grad, grads(layer)
+
+    same(run)
+
+
+def test_saved_tensors_hooks_that_move_to_offload():
+    """What a user would write to keep activations on offload."""
+
+    def run(device):
+        net = nn.Sequential(*[Block() for _ in range(3)]).to(device)
+        x = torch.randn(3, 8).to(COMPUTE).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.device, t.to("offload")), lambda p: p[1].to(p[0])):
+            y = net(x)
+        y.square().sum().backward()
+        return y, x.grad, grads(net)
+
+    same(run)
+
+
+def test_double_backward_of_a_checkpoint():
+    def run(device):
+        layer = nn.Linear(8, 8).to(device)
+        x = torch.randn(3, 8).to(COMPUTE).requires_grad_()
+        y = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return first, x.grad, grads(layer)
+
+    same(run)
+
+
+def test_disabled_hooks():
+    def run(device):
+        layer = nn.Linear(8, 8).to(device)
+        x = torch.randn(3, 8).to(COMPUTE).requires_grad_()
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            y = layer(x)
+        y.sum().backward()
+        return y, grads(layer)
+
+    same(run)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs CUDA's generator")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_dropout_on_the_gpu_is_drawn_again(reentrant):
+    same(training(functools.partial(every, use_reentrant=reentrant), 0.5, "offload"))

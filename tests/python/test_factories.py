@@ -1,0 +1,132 @@
+"""Making offload tensors: every factory, with the CPU's values, strides and dtypes."""
+
+import pytest
+import torch
+from helpers import COMPUTE, CPU, OFFLOAD, assert_same
+
+FACTORIES = {
+    "zeros": lambda d: torch.zeros(2, 3, device=d),
+    "ones": lambda d: torch.ones(2, 3, dtype=torch.int16, device=d),
+    "full": lambda d: torch.full((2, 3), 7.5, dtype=torch.float64, device=d),
+    "full of a bool": lambda d: torch.full((2,), True, device=d),
+    "arange": lambda d: torch.arange(1, 10, 3, device=d),
+    "arange of floats": lambda d: torch.arange(0.0, 1.0, 0.1, device=d),
+    "linspace": lambda d: torch.linspace(0, 1, 7, device=d),
+    "logspace": lambda d: torch.logspace(0, 1, 5, device=d),
+    "eye": lambda d: torch.eye(3, 4, device=d),
+    "tril_indices": lambda d: torch.tril_indices(3, 3, device=d),
+    "tensor": lambda d: torch.tensor([[1, 2], [3, 4]], device=d),
+    "tensor of a scalar": lambda d: torch.tensor(2.5, device=d),
+    "as_tensor": lambda d: torch.as_tensor([1.0, 2.0], device=d),
+    "asarray": lambda d: torch.asarray([1.0, 2.0], device=d),
+    "complex": lambda d: torch.ones(2, dtype=torch.complex64, device=d) * 1j,
+    "hann_window": lambda d: torch.hann_window(8, device=d),
+    "empty then fill": lambda d: torch.empty(2, 3, device=d).fill_(4),
+    "empty then zero": lambda d: torch.empty(2, 3, device=d).zero_(),
+    "empty of nothing": lambda d: torch.empty(0, 3, device=d),
+    "empty_strided": lambda d: torch.empty_strided((2, 3), (1, 2), device=d).fill_(1),
+    "empty_permuted": lambda d: torch.empty_permuted((2, 3, 4), (2, 0, 1), device=d).fill_(1),
+    "channels_last": lambda d: torch.empty(1, 2, 3, 4, memory_format=torch.channels_last, device=d).fill_(1),
+    "zeros_like": lambda d: torch.zeros_like(torch.ones(3, 2, device=d).t()),
+    "ones_like of a dtype": lambda d: torch.ones_like(torch.ones(3, device=d), dtype=torch.int64),
+    "full_like": lambda d: torch.full_like(torch.ones(3, device=d), 5),
+    "empty_like": lambda d: torch.empty_like(torch.ones(2, 3, 4, device=d).permute(2, 0, 1)).fill_(2),
+    "new_zeros": lambda d: torch.ones(3, device=d).new_zeros(2, 2),
+    "new_tensor": lambda d: torch.ones(3, device=d).new_tensor([1.0, 2.0]),
+    "new_empty": lambda d: torch.ones(3, device=d).new_empty(2).fill_(1),
+    "scalar_tensor": lambda d: torch.scalar_tensor(3, device=d),
+    "requires_grad": lambda d: torch.ones(3, device=d, requires_grad=True),
+    "uint8": lambda d: torch.full((5,), 200, dtype=torch.uint8, device=d),
+    "float8": lambda d: torch.zeros(5, dtype=torch.float8_e4m3fn, device=d),
+    "bfloat16": lambda d: torch.full((5,), 1.2, dtype=torch.bfloat16, device=d),
+    "vander": lambda d: torch.vander(torch.arange(3.0, device=d)),
+    "cartesian_prod": lambda d: torch.cartesian_prod(torch.arange(2, device=d), torch.arange(3, device=d)),
+    "from blob of bytes": lambda d: torch.frombuffer(bytearray(range(8)), dtype=torch.uint8).to(d),
+    "randn": lambda d: torch.randn(2, 3, device=d),
+    "rand_like": lambda d: torch.rand_like(torch.ones(3, device=d)),
+    "randint_like": lambda d: torch.randint_like(torch.ones(3, device=d), 9),
+    "normal": lambda d: torch.normal(0.0, 1.0, (3,), device=d),
+}
+
+
+@pytest.mark.parametrize(
+    "device", ["offload", "offload:0", torch.device("offload"), torch.device("offload", 0)], ids=repr
+)
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factory(name, device):
+    torch.manual_seed(4)
+    expected = FACTORIES[name](CPU)
+    torch.manual_seed(4)
+    actual = FACTORIES[name](device)
+    assert actual.device == torch.device("offload:0")
+    assert_same(actual, expected)
+    assert actual.stride() == expected.stride()
+    assert actual.requires_grad == expected.requires_grad
+    assert actual.is_offload
+
+
+@pytest.mark.parametrize("source", [CPU, COMPUTE], ids=str)
+def test_like_another_device(source):
+    x = torch.ones(3, 2, device=source)
+    assert torch.zeros_like(x, device=OFFLOAD).device.type == "offload"
+    assert x.new_zeros(4, device=OFFLOAD).device.type == "offload"
+    back = torch.ones_like(torch.zeros(3, device=OFFLOAD), device=source)
+    assert back.device == source
+    assert_same(back, torch.ones(3))
+    assert torch.zeros(3, device=OFFLOAD).new_full((2,), 4.0, device=source).device == source
+
+
+def test_default_device_context():
+    with torch.device("offload"):
+        a = torch.randn(3, 2)
+        b = torch.nn.Linear(3, 2)
+        c = torch.tensor([1, 2])
+    assert a.device == b.weight.device == c.device == torch.device("offload:0")
+    assert torch.ones(1).device == CPU
+
+
+def test_a_model_that_is_made_on_the_device_has_the_cpus_weights():
+    def make():
+        return torch.nn.Sequential(
+            torch.nn.Linear(5, 4), torch.nn.LSTM(4, 3), torch.nn.Conv2d(2, 3, 3), torch.nn.Embedding(7, 3)
+        )
+
+    torch.manual_seed(11)
+    plain = make()
+    torch.manual_seed(11)
+    with torch.device("offload"):
+        made = make()
+    torch.manual_seed(11)
+    moved = make().to("offload")
+    for p, q, r in zip(plain.parameters(), made.parameters(), moved.parameters(), strict=True):
+        assert q.device.type == r.device.type == "offload"
+        assert_same(q, p)
+        assert_same(r, p)
+
+
+def test_set_default_device():
+    torch.set_default_device("offload")
+    try:
+        assert torch.ones(2).device.type == "offload"
+        assert torch.nn.Linear(2, 2).weight.device.type == "offload"
+    finally:
+        torch.set_default_device(None)
+    assert torch.ones(2).device == CPU
+
+
+def test_meta_to_offload():
+    with torch.device("meta"):
+        net = torch.nn.Linear(3, 2)
+    net.to_empty(device="offload")
+    assert net.weight.device.type == "offload"
+    assert torch.zeros(3, device=OFFLOAD).to("meta").device.type == "meta"
+    assert torch.empty_like(torch.zeros(3, device="meta"), device=OFFLOAD).device.type == "offload"
+
+
+def test_from_lists_of_tensors_and_numpy():
+    pieces = [torch.tensor(1.0, device=OFFLOAD), torch.tensor(2.0, device=OFFLOAD)]
+    assert_same(torch.stack(pieces), torch.tensor([1.0, 2.0]))
+    assert_same(torch.tensor(pieces, device=OFFLOAD), torch.tensor([1.0, 2.0]))
+    array = torch.arange(3).numpy()
+    assert_same(torch.as_tensor(array, device=OFFLOAD), torch.arange(3))
+    assert_same(torch.tensor(array, device=OFFLOAD), torch.arange(3))

@@ -1,0 +1,159 @@
+"""Without gradients: no_grad, inference_mode, eval."""
+
+import pytest
+import torch
+from helpers import COMPUTE, HOST, OFFLOAD, assert_same, same
+from torch import nn
+
+
+def model():
+    return nn.Sequential(
+        nn.Conv1d(3, 4, 3, padding=1),
+        nn.BatchNorm1d(4),
+        nn.GELU(),
+        nn.Linear(8, 6),
+        nn.LayerNorm(6),
+        nn.Dropout(),
+        nn.Linear(6, 2),
+    ).eval()
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_forward(context, feed, requires_grad):
+    def run(device):
+        net = model().requires_grad_(requires_grad).to(device)
+        x = torch.randn(2, 3, 8).to(device if feed == "offload" else COMPUTE)
+        with context():
+            first, second = net(x), net(x)
+        assert not first.requires_grad
+        assert first.is_inference() == (context is torch.inference_mode)
+        return first, second
+
+    same(run)
+
+
+def test_tensors_made_in_inference_mode():
+    def run(device):
+        with torch.inference_mode():
+            w = torch.randn(4, 4).to(device)
+            x = torch.randn(3, 4).to(COMPUTE)
+            y = x @ w
+            w.mul_(2)
+            w[0] = 1
+            z = x @ w
+            v = w.t()[1:] + 1
+        assert w.is_inference()
+        assert v.is_inference()
+        outside = x @ w  # reading is allowed
+        return y, z, v, outside
+
+    same(run)
+
+
+def test_an_inference_tensor_can_not_be_saved_for_backward():
+    for device in (COMPUTE, OFFLOAD):
+        with torch.inference_mode():
+            w = torch.ones(3, device=device)
+        x = torch.ones(3, device=COMPUTE, requires_grad=True)
+        with pytest.raises(RuntimeError, match=r"[Ii]nference tensor"):
+            (x * w).sum().backward()
+        with pytest.raises(RuntimeError, match=r"[Ii]nplace update to inference tensor"):
+            w.add_(1)
+
+
+def test_parameters_written_in_inference_mode():
+    def run(device):
+        layer = nn.Linear(4, 4).to(device)
+        x = torch.randn(3, 4).to(COMPUTE)
+        before = layer(x)
+        with torch.inference_mode():
+            layer.weight.mul_(2)
+            inside = layer(x)
+        after = layer(x)
+        after.sum().backward()
+        return before, inside, after, layer.weight.grad
+
+    same(run)
+
+
+def test_no_grad_then_training():
+    def run(device):
+        layer = nn.Linear(4, 4).to(device)
+        x = torch.randn(3, 4).to(COMPUTE)
+        with torch.no_grad():
+            a = layer(x)
+        with torch.inference_mode():
+            b = layer(x)
+        c = layer(x)
+        c.square().sum().backward()
+        return a, b, c, layer.weight.grad
+
+    same(run)
+
+
+def test_greedy_decoding_with_a_cache():
+    """Keys and values grow by cat; the input follows the model's device, as transformers' generate() does."""
+
+    def run(device):
+        embedding, qkv, head = nn.Embedding(11, 8).to(device), nn.Linear(8, 24).to(device), nn.Linear(8, 11).to(device)
+        token = torch.tensor([[3]]).to(device)
+        keys = values = None
+        out = [token]
+        with torch.no_grad():
+            for _ in range(6):
+                q, k, v = qkv(embedding(token)).chunk(3, -1)
+                keys = k if keys is None else torch.cat([keys, k], 1)
+                values = v if values is None else torch.cat([values, v], 1)
+                h = torch.nn.functional.scaled_dot_product_attention(q, keys, values)
+                token = head(h).argmax(-1)
+                out.append(token)
+        assert token.device.type == device.type
+        return torch.cat(out, 1), keys, values
+
+    same(run)
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_nothing_stays_pinned():
+    before = torch.offload.memory_stats()["device.pinned_slot_bytes.current"]
+    net = model().to(OFFLOAD)
+    with torch.inference_mode():
+        net(torch.randn(2, 3, 8).to(COMPUTE))
+    assert torch.offload.memory_stats()["device.pinned_slot_bytes.current"] == before
+
+
+def test_large_weight_sliced():
+    def run(device):
+        table = torch.arange(4096.0).view(64, 64).to(device)
+        x = torch.randn(2, 64).to(COMPUTE)
+        with torch.no_grad():
+            return [x @ table[k : k + 3].t() for k in range(0, 60, 7)]
+
+    same(run)
+
+
+def test_set_grad_enabled_as_a_function():
+    layer = nn.Linear(4, 4).to(OFFLOAD)
+    previous = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    try:
+        assert not layer(torch.ones(1, 4, device=COMPUTE)).requires_grad
+    finally:
+        torch.set_grad_enabled(previous)
+    assert layer(torch.ones(1, 4, device=COMPUTE)).requires_grad
+
+
+def test_values_survive_the_model():
+    layer = nn.Linear(64, 64).to(OFFLOAD)
+    x = torch.ones(2, 64, device=COMPUTE)
+    with torch.no_grad():
+        y = layer(x)
+        w = layer.weight.to(COMPUTE)
+        expected = y.clone(), w.clone()
+        del layer
+        for _ in range(4):
+            torch.nn.Linear(64, 64).to(OFFLOAD)(x)
+    assert_same((y, w), expected)

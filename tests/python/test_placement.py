@@ -1,0 +1,560 @@
+"""The placement rule, row by row: where a result lives, and what its values are."""
+
+import pytest
+import torch
+from helpers import COMPUTE, CPU, GPU, HOST, OFFLOAD, SIM, assert_same
+from torch import nn
+
+import torch_offload
+
+
+def at(device, *shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(device)
+
+
+# Of two tensors of 4 x 4: operations of several kinds.
+BINARY = {
+    "add": lambda a, b: a + b,
+    "sub with alpha": lambda a, b: torch.sub(a, b, alpha=2),
+    "mul broadcast": lambda a, b: a * b[0],
+    "div": lambda a, b: a / b,
+    "matmul": lambda a, b: a @ b,
+    "mv": lambda a, b: a @ b[0],
+    "dot": lambda a, b: a[0] @ b[0],
+    "addmm": lambda a, b: torch.addmm(b, a, b),
+    "bmm": lambda a, b: torch.bmm(a.view(1, 4, 4), b.view(1, 4, 4)),
+    "einsum": lambda a, b: torch.einsum("ij,kj->ik", a, b),
+    "where": lambda a, b: torch.where(a > 0, a, b),
+    "compare": lambda a, b: a < b,
+    "maximum": lambda a, b: torch.maximum(a, b),
+    "cat": lambda a, b: torch.cat([a, b, a]),
+    "stack": lambda a, b: torch.stack([b, a], dim=1),
+    "lerp": lambda a, b: torch.lerp(a, b, 0.3),
+    "cdist": lambda a, b: torch.cdist(a, b),
+    "cosine": lambda a, b: torch.nn.functional.cosine_similarity(a, b),
+    "index": lambda a, b: a[b.argsort(dim=1)[0]],
+    "gather": lambda a, b: a.gather(1, b.argsort(dim=1)),
+    "masked_fill": lambda a, b: a.masked_fill(b > 0, 2.0),
+    "index_select": lambda a, b: a.index_select(0, b[0].argsort()),
+    "foreach": lambda a, b: torch._foreach_add([a, b], [b, a]),
+    "meshgrid": lambda a, b: [t * 1 for t in torch.meshgrid(a[0], b[0], indexing="ij")],
+    "kron": lambda a, b: torch.kron(a, b),
+    "tensordot": lambda a, b: torch.tensordot(a, b, dims=1),
+    "block_diag": lambda a, b: torch.block_diag(a, b),
+    "vstack": lambda a, b: torch.vstack([a, b]),
+    "allclose": lambda a, b: torch.tensor(torch.allclose(a, b)),
+    "equal": lambda a, b: torch.tensor(torch.equal(a, b)),
+    "attention": lambda a, b: torch.nn.functional.scaled_dot_product_attention(a[None], b[None], b[None]),
+    "copysign": lambda a, b: torch.copysign(a, b),
+    "atan2": lambda a, b: torch.atan2(a, b),
+    "searchsorted": lambda a, b: torch.searchsorted(a.sort().values, b),
+    "scatter": lambda a, b: a.scatter(1, b.argsort(dim=1), b),
+    "index_add": lambda a, b: a.index_add(0, b[0].argsort(), b),
+    "take_along_dim": lambda a, b: torch.take_along_dim(a, b.argsort(dim=1), dim=1),
+    "isin": lambda a, b: torch.isin(a, b),
+}
+IN_PLACE = {
+    "add_": lambda a, b: a.add_(b),
+    "mul_": lambda a, b: a.mul_(b),
+    "addmm_": lambda a, b: a.addmm_(b, b),
+    "copy_": lambda a, b: a.copy_(b),
+    "lerp_": lambda a, b: a.lerp_(b, 0.5),
+    "masked_fill_": lambda a, b: a.masked_fill_(b > 0, 1.0),
+    "setitem": lambda a, b: a.__setitem__((slice(0, 2),), b[1:3]),
+    "setitem mask": lambda a, b: a.__setitem__(b > 0, 3.0),
+    "index_put": lambda a, b: a.__setitem__(b[0].argsort(), b),
+    "of a view": lambda a, b: a[1:, ::2].add_(b[1:, ::2]),
+    "of a transposed view": lambda a, b: a.t().mul_(b),
+    "addcmul_": lambda a, b: a.addcmul_(b, b, value=0.5),
+    "scatter_": lambda a, b: a.scatter_(1, b.argsort(dim=1), b),
+    "index_add_": lambda a, b: a.index_add_(0, b[0].argsort(), b),
+    "foreach": lambda a, b: torch._foreach_mul_([a], [b]),
+    "fill_diagonal": lambda a, b: a.fill_diagonal_(2.0),
+    "out": lambda a, b: torch.add(a, b, out=a),
+    "out of matmul": lambda a, b: torch.matmul(b, b, out=a),
+    "out of sum": lambda a, b: torch.sum(b, dim=0, keepdim=True, out=a[:1]),
+    "pow_": lambda a, b: a.abs_().pow_(b),
+}
+UNARY = {
+    "exp": torch.exp,
+    "sum": torch.sum,
+    "sum of rows": lambda a: a.sum(1),
+    "mean": torch.mean,
+    "var": torch.var,
+    "std": torch.std,
+    "norm": torch.norm,
+    "linalg norm": torch.linalg.vector_norm,
+    "softmax": lambda a: a.softmax(-1),
+    "logsumexp": lambda a: a.logsumexp(0),
+    "cumsum": lambda a: a.cumsum(0),
+    "max": torch.max,
+    "max of rows": lambda a: a.max(1),
+    "sort": lambda a: a.sort(dim=1),
+    "topk": lambda a: a.topk(2),
+    "argmax": torch.argmax,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "reciprocal": torch.reciprocal,
+    "scalar arithmetic": lambda a: (a * 2 + 1) / 3 - a**2,
+    "comparison": lambda a: a > 0,
+    "clone": torch.clone,
+    "contiguous": lambda a: a.t().contiguous(),
+    "cast": lambda a: a.to(torch.bfloat16),
+    "cast up": lambda a: a.double(),
+    "flip": lambda a: a.flip(0),
+    "roll": lambda a: a.roll(1, 0),
+    "tril": torch.tril,
+    "pad": lambda a: torch.nn.functional.pad(a, (1, 2)),
+    "repeat": lambda a: a.repeat(2, 1),
+    "reshape": lambda a: a.t().reshape(2, 8),
+    "unique": torch.unique,
+    "nonzero": torch.nonzero,
+    "boolean mask": lambda a: a[a > 0],
+    "integer index": lambda a: a[[2, 0]],
+    "clamp": lambda a: a.clamp(-0.5, 0.5),
+    "round": torch.round,
+    "qr": lambda a: torch.linalg.qr(a),
+    "svd": lambda a: torch.linalg.svdvals(a),
+    "inverse": torch.inverse,
+    "det": torch.det,
+    "fft": lambda a: torch.fft.fft(a),
+    "conj": lambda a: torch.complex(a, a).conj() * 2,
+    "cumprod": lambda a: a.cumprod(1),
+    "histc": lambda a: torch.histc(a, 4),
+    "bincount": lambda a: torch.bincount(a.abs().long().flatten()),
+    "one_hot": lambda a: torch.nn.functional.one_hot(a.abs().long()),
+    "ones_like": torch.ones_like,
+    "new_full": lambda a: a.new_full((2,), 3.0),
+    "all": lambda a: (a > -9).all(),
+    "any": lambda a: (a > 9).any(),
+    "isnan": torch.isnan,
+    "nan_to_num": lambda a: torch.nan_to_num(a.log()),
+    "diff": torch.diff,
+    "quantile": lambda a: torch.quantile(a, 0.3),
+    "median": lambda a: a.median(0),
+    "interpolate": lambda a: torch.nn.functional.interpolate(a[None], 8),
+}
+
+
+def leaves(value):
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def check(value, expected, device):
+    for got, want in zip(leaves(value), leaves(expected), strict=True):
+        assert got.device.type == device.type
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize("first", [True, False], ids=["offload first", "offload second"])
+def test_offload_and_plain_computes_there(name, first):
+    a, b = at(COMPUTE, 4, 4), at(COMPUTE, 4, 4, seed=1)
+    expected = BINARY[name](a, b)
+    value = BINARY[name](a.to(OFFLOAD), b) if first else BINARY[name](a, b.to(OFFLOAD))
+    check(value, expected, COMPUTE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize("first", [True, False], ids=["offload first", "offload second"])
+def test_offload_and_cpu_computes_on_the_cpu(name, first):
+    a, b = at(CPU, 4, 4), at(CPU, 4, 4, seed=1)
+    expected = BINARY[name](a, b)
+    value = BINARY[name](a.to(OFFLOAD), b) if first else BINARY[name](a, b.to(OFFLOAD))
+    check(value, expected, CPU)
+
+
+def test_beside_a_cpu_tensor_no_bytes_are_copied():
+    if SIM:
+        pytest.skip("on the simulated link CPU tensors play CUDA's part")
+    w, x = at(OFFLOAD, 4, 4), at(CPU, 4, 4)
+    before = torch_offload.memory_stats()
+    (w @ x).sum()
+    after = torch_offload.memory_stats()
+    assert after["link.bytes_to_device"] == before["link.bytes_to_device"]
+    assert after["host.allocations.total"] == before["host.allocations.total"]
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_offload_only_makes_a_new_value(name):
+    a, b = at(COMPUTE, 4, 4), at(COMPUTE, 4, 4, seed=1)
+    expected = BINARY[name](a, b)
+    value = BINARY[name](a.to(OFFLOAD), b.to(OFFLOAD))
+    if name in ("allclose", "equal"):
+        assert_same(value, expected)
+    else:
+        check(value, expected, OFFLOAD)
+
+
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.filterwarnings("ignore:.*")
+def test_one_offload_operand(name):
+    a = at(COMPUTE, 4, 4)
+    check(UNARY[name](a.to(OFFLOAD)), UNARY[name](a), OFFLOAD)
+
+
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.filterwarnings("ignore:.*")
+def test_one_operand_that_was_computed(name):
+    """Born on the device, where there is one."""
+    a = at(COMPUTE, 4, 4)
+    check(UNARY[name](a.to(OFFLOAD) * 2), UNARY[name](a * 2), OFFLOAD)
+
+
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.filterwarnings("ignore:.*")
+def test_on_host(name):
+    a = at(CPU, 4, 4)
+    with torch_offload.on_host():
+        value = UNARY[name](a.to(OFFLOAD))
+    check(value, UNARY[name](a), OFFLOAD)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_two_operands_on_host(name):
+    a, b = at(CPU, 4, 4), at(CPU, 4, 4, seed=1)
+    with torch_offload.on_host():
+        value = BINARY[name](a.to(OFFLOAD), b.to(OFFLOAD))
+    if name in ("allclose", "equal"):
+        assert_same(value, BINARY[name](a, b))
+    else:
+        check(value, BINARY[name](a, b), OFFLOAD)
+
+
+@pytest.mark.parametrize("born", ["host", "device"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place(name, born):
+    """Where the target was born; the same tensor, its version bumped."""
+    truth = CPU if born == "host" else COMPUTE
+    a, b = at(truth, 4, 4), at(truth, 4, 4, seed=1)
+    target, other = a.to(OFFLOAD), b.to(OFFLOAD)
+    if born == "device":
+        target = target * 1
+    address, version = target.data_ptr(), target._version
+    plain_version = a._version
+    IN_PLACE[name](a, b)
+    result = IN_PLACE[name](target, other)
+    assert_same(target, a)
+    assert target.device.type == "offload"
+    assert target.data_ptr() == address
+    assert target._version - version == a._version - plain_version
+    if isinstance(result, torch.Tensor) and name not in ("of a view", "of a transposed view", "out of sum"):
+        assert result is target
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_with_a_plain_operand(name):
+    """The target stays offload, and follows the operand for the computation."""
+    a, b = at(COMPUTE, 4, 4), at(COMPUTE, 4, 4, seed=1)
+    target = a.to(OFFLOAD)
+    version, plain_version = target._version, a._version
+    IN_PLACE[name](a, b)
+    result = IN_PLACE[name](target, b)
+    assert_same(target, a)
+    assert target._version - version == a._version - plain_version
+    if isinstance(result, torch.Tensor) and name not in ("of a view", "of a transposed view", "out of sum"):
+        assert result is target
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_plain_target_with_an_offload_operand(name):
+    a, b = at(COMPUTE, 4, 4), at(COMPUTE, 4, 4, seed=1)
+    target = a.clone()
+    version, plain_version = target._version, a._version
+    IN_PLACE[name](a, b)
+    result = IN_PLACE[name](target, b.to(OFFLOAD))
+    assert target.device == COMPUTE
+    assert_same(target, a)
+    assert target._version - version == a._version - plain_version
+    if isinstance(result, torch.Tensor) and name not in ("of a view", "of a transposed view", "out of sum"):
+        assert result is target
+
+
+@pytest.mark.parametrize("shape", [(0,), (3,), (7, 2), (9, 9)])
+@pytest.mark.parametrize("name", ["add", "mul", "exp", "matmul", "silu", "nan_to_num"])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_out_of_another_shape_is_resized(name, shape):
+    a = at(OFFLOAD, 4, 4)
+    operands = (a, a) if name in ("add", "mul", "matmul") else (a,)
+    function = torch.nn.functional.silu if name == "silu" else getattr(torch, name)
+    if name == "silu":
+        function = torch.ops.aten.silu.out
+    expected = function(*[t.cpu() for t in operands], out=torch.empty(0))
+    out = torch.empty(shape, device=OFFLOAD)
+    result = function(*operands, out=out)
+    assert result is out
+    assert out.device.type == "offload"
+    if not GPU:
+        assert_same(out, expected)
+    assert out.shape == expected.shape
+
+
+# 0-dim tensors of any device count as nothing beside tensors with dims.
+
+
+@pytest.mark.parametrize("scalar", [CPU, COMPUTE, OFFLOAD], ids=str)
+@pytest.mark.parametrize("tensor", [CPU, COMPUTE, OFFLOAD], ids=str)
+@pytest.mark.parametrize("order", [1, -1])
+def test_zero_dim_beside_dims(tensor, scalar, order):
+    t, s = at(CPU, 3, 4), torch.tensor(2.5)
+    expected = torch.mul(*[t, s][::order])
+    result = torch.mul(*[t.to(tensor), s.to(scalar)][::order])
+    assert result.device.type == tensor.type
+    assert_same(result, expected)
+
+
+@pytest.mark.parametrize("other", [CPU, COMPUTE], ids=str)
+def test_zero_dim_beside_zero_dim(other):
+    a, b = torch.tensor(2.5), torch.tensor(4.0)
+    result = a.to(OFFLOAD) + b.to(OFFLOAD)
+    assert (result.device.type, result.item()) == ("offload", 6.5)
+    mixed = a.to(OFFLOAD) + b.to(other)
+    assert mixed.item() == 6.5
+    assert mixed.device.type == ("cuda" if other.type == "cuda" else "offload")
+
+
+def test_zero_dim_in_place():
+    total = torch.zeros((), device=OFFLOAD)
+    version = total._version
+    total += torch.tensor(2.0)
+    total.add_(torch.tensor(3.0, device=COMPUTE))
+    total.mul_(2)
+    assert total.item() == 10
+    assert total.device.type == "offload"
+    assert total._version == version + 3
+    plain = torch.zeros(3, device=COMPUTE)
+    plain += torch.tensor(2.0, device=OFFLOAD)
+    assert plain.tolist() == [2.0] * 3
+
+
+def test_zero_dim_offload_weight_beside_activations_has_a_gradient():
+    scale = torch.tensor(2.0, device=OFFLOAD, requires_grad=True)
+    x = at(COMPUTE, 3, 4)
+    y = x * scale
+    assert y.device == COMPUTE
+    y.sum().backward()
+    assert scale.grad.device.type == "offload"
+    assert scale.grad.shape == ()
+    assert_same(scale.grad, x.sum())
+
+
+@pytest.mark.gpu
+def test_offload_cuda_and_cpu_is_an_error():
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.addmm(at(OFFLOAD, 4, 4), at("cuda", 4, 4), at(CPU, 4, 4))
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.where(at(OFFLOAD, 4) > 0, at("cuda", 4), at(CPU, 4))
+
+
+@pytest.mark.gpu
+def test_zero_dim_cuda_beside_cpu_dims_is_pytorchs_error_or_value():
+    result = at(CPU, 4) * torch.tensor(2.0, device=OFFLOAD)
+    assert result.device.type == "cpu"
+
+
+# Factories and initialisation on the host.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: torch.randn(3, 4, device=d),
+        lambda d: torch.rand(3, 4, device=d),
+        lambda d: torch.randint(0, 9, (3, 4), device=d),
+        lambda d: torch.randperm(7, device=d),
+        lambda d: torch.empty(3, 4, device=d).normal_(),
+        lambda d: torch.empty(3, 4, device=d).uniform_(-1, 1),
+        lambda d: torch.empty(3, 4, device=d).bernoulli_(0.3),
+        lambda d: torch.empty(3, 4, device=d).exponential_(),
+        lambda d: nn.init.kaiming_uniform_(torch.empty(3, 4, device=d)),
+        lambda d: nn.init.xavier_normal_(torch.empty(3, 4, device=d)),
+        lambda d: nn.init.trunc_normal_(torch.empty(3, 4, device=d)),
+        lambda d: nn.init.orthogonal_(torch.empty(3, 4, device=d)),
+        lambda d: nn.init.sparse_(torch.empty(3, 4, device=d), 0.5),
+        lambda d: nn.init.dirac_(torch.empty(3, 4, 3, device=d)),
+        lambda d: nn.init.eye_(torch.empty(3, 4, device=d)),
+    ],
+)
+def test_random_numbers_are_the_cpus(make):
+    torch.manual_seed(3)
+    expected = make(CPU)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    actual = make(OFFLOAD)
+    assert actual.device.type == "offload"
+    assert_same(actual, expected)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+# Where a value was born never changes.
+
+
+@pytest.mark.skipif(HOST, reason="there is no other place to be born")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_was_computed_stays_on_the_device(in_place):
+    a = at(OFFLOAD, 64, 64)
+    size = 64 * 64 * 4
+    torch_offload.synchronize()
+    before = torch_offload.memory_stats()
+    y = a @ a  # fetches a
+    after = torch_offload.memory_stats()
+    assert after["link.bytes_to_device"] - before["link.bytes_to_device"] <= size + 256
+    for _ in range(3):
+        y = y @ y  # where it is
+        y = y.t().clone()
+        if in_place:
+            y += 1
+    last = torch_offload.memory_stats()
+    assert last["link.bytes_to_device"] == after["link.bytes_to_device"]
+
+
+@pytest.mark.skipif(HOST, reason="there is no other place to be born")
+def test_movement_of_host_born_stays_on_the_host():
+    a = at(OFFLOAD, 64, 64)
+    torch_offload.synchronize()
+    before = torch_offload.memory_stats()
+    b = torch.cat([a, a]).clone()[::2].contiguous().double().to(torch.float32).t().flip(0)
+    c = torch.stack([b, b]).index_select(0, torch.tensor([1], device=OFFLOAD))
+    b[1:3] = 2
+    b.add_(1).clamp_(-1, 1)
+    after = torch_offload.memory_stats()
+    assert after["link.bytes_to_device"] == before["link.bytes_to_device"]
+    assert after["link.bytes_to_host"] == before["link.bytes_to_host"]
+    assert c.device.type == "offload"
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_on_host_moves_nothing_down():
+    a = at(OFFLOAD, 64, 64)
+    before = torch_offload.memory_stats()["link.bytes_to_device"]
+    with torch_offload.on_host():
+        b = a @ a
+        with torch_offload.on_host():
+            b = b.exp()
+        b = b + a
+    assert torch_offload.memory_stats()["link.bytes_to_device"] == before
+    c = b * 2
+    assert torch_offload.memory_stats()["link.bytes_to_device"] > before
+    del c
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_on_host_ends_with_an_exception():
+    a = at(OFFLOAD, 64, 64)
+    with pytest.raises(ZeroDivisionError), torch_offload.on_host():
+        raise ZeroDivisionError
+    before = torch_offload.memory_stats()["link.bytes_to_device"]
+    torch.matmul(a, a)
+    assert torch_offload.memory_stats()["link.bytes_to_device"] > before
+
+
+def test_on_host_does_not_move_mixed_operations():
+    a, x = at(OFFLOAD, 4, 4), at(COMPUTE, 4, 4)
+    with torch_offload.on_host():
+        y = a @ x
+    assert y.device == COMPUTE
+    assert_same(y, a.to(COMPUTE) @ x)
+
+
+def test_on_host_as_a_decorator():
+    @torch_offload.on_host()
+    def norm(w):
+        return w.norm()
+
+    assert_same(norm(at(OFFLOAD, 4, 4)), at(CPU, 4, 4).norm())
+    assert_same(norm(at(OFFLOAD, 4, 4)), at(CPU, 4, 4).norm())
+
+
+class Steps(torch.optim.Optimizer):
+    def __init__(self, parameters, body):
+        super().__init__(parameters, {})
+        self.body = body
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.body(parameter)
+
+
+def bytes_down(run):
+    torch_offload.synchronize()
+    before = torch_offload.memory_stats()["link.bytes_to_device"]
+    run()
+    return torch_offload.memory_stats()["link.bytes_to_device"] - before
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_optimizer_steps_are_on_the_host():
+    p = nn.Parameter(at(OFFLOAD, 64, 64))
+    optimizer = Steps([p], lambda p: p.sub_(torch.exp(p) @ p))
+    assert bytes_down(optimizer.step) == 0
+    assert bytes_down(lambda: torch.exp(p.detach())) > 0
+    p.grad = at(OFFLOAD, 64, 64)
+    for make in (torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
+        for options in ({}, {"foreach": True}, {"foreach": False}):
+            optimizer = make([p], **options)
+            assert bytes_down(optimizer.step) == 0
+            assert bytes_down(optimizer.step) == 0
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_optimizer_step_that_raises_ends_its_scope():
+    p = nn.Parameter(at(OFFLOAD, 64, 64))
+    optimizer = Steps([p], lambda p: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert bytes_down(lambda: p.detach() @ p.detach()) >= 0
+        q = at(OFFLOAD, 64, 64)
+        assert bytes_down(lambda q=q: q @ q) > 0
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_optimizer_step_that_raises_in_a_closure():
+    p = nn.Parameter(at(OFFLOAD, 64, 64))
+    p.grad = torch.zeros_like(p)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+
+    def closure():
+        raise KeyError("in the closure")
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+    q = at(OFFLOAD, 64, 64)
+    assert bytes_down(lambda: q @ q) > 0
+
+
+def test_integer_matmul_falls_back_to_the_host():
+    a = torch.arange(9, device=OFFLOAD).view(3, 3)
+    assert_same(a @ a, torch.arange(9).view(3, 3) @ torch.arange(9).view(3, 3))
+    assert (a @ a).device.type == "offload"
+
+
+@pytest.mark.gpu
+def test_host_fallbacks_are_counted():
+    a = torch.arange(9, device=OFFLOAD).view(3, 3)
+    before = sum(torch_offload.memory_stats()["host_fallbacks"].values())
+    a @ a
+    assert sum(torch_offload.memory_stats()["host_fallbacks"].values()) > before
+
+
+def test_comparisons_and_truth():
+    a = at(OFFLOAD, 4, 4)
+    assert bool((a == a).all())
+    assert a.sum().item() == at(COMPUTE, 4, 4).sum().item()
+    assert int(torch.tensor(3, device=OFFLOAD)) == 3
+    assert [1, 2, 3][torch.tensor(1, device=OFFLOAD)] == 2
+    assert len(a) == 4
+    assert [row.device.type for row in a] == ["offload"] * 4
+
+
+def test_indices_of_another_device():
+    a = at(OFFLOAD, 4, 4)
+    expected = at(CPU, 4, 4)
+    for place in (CPU, COMPUTE, OFFLOAD):
+        index = torch.tensor([2, 0], device=place)
+        assert_same(a[index], expected[[2, 0]])
+        assert_same(a[torch.tensor([True, False, True, False], device=place)], expected[[0, 2]])
+        assert_same(at(COMPUTE, 4, 4)[index], expected[[2, 0]])

@@ -1,0 +1,323 @@
+"""Processes: exit, fork, spawn, and an interrupted step."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers import GPU, HOST, SIM, passes, python
+
+EXITS = int(os.environ.get("TORCH_OFFLOAD_TEST_EXITS", "20"))
+
+LAST_STATEMENTS = {
+    "backward": """
+        import torch, torch_offload
+        w = torch.ones(64, 64, device="offload", requires_grad=True)
+        (w * w).sum().backward()
+    """,
+    "backward with hooks": """
+        import torch, torch_offload
+        net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)]).to("offload")
+        for p in net.parameters(): p.register_hook(lambda g: g * 2)
+        x = torch.ones(4, 8, device="cuda" if torch.cuda.is_available() else "cpu", requires_grad=True)
+        net(x).sum().backward()
+    """,
+    "graph alive": """
+        import torch, torch_offload
+        net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)]).to("offload")
+        x = torch.ones(4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
+        y = net(x); z = net(x).sum(); z.backward(retain_graph=True)
+    """,
+    "step": """
+        import torch, torch_offload
+        net = torch.nn.Linear(8, 8).to("offload")
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+    """,
+    "exit in a thread": """
+        import torch, torch_offload, threading
+        w = torch.ones(64, 64, device="offload", requires_grad=True)
+        t = threading.Thread(target=lambda: (w * w).sum().backward()); t.start()
+    """,
+    "sys.exit": """
+        import torch, torch_offload, sys
+        w = torch.ones(64, 64, device="offload", requires_grad=True)
+        (w * torch.ones(64, 64)).sum().backward()
+        sys.exit(0)
+    """,
+    "cycles": """
+        import torch, torch_offload
+        class Holder: pass
+        h = Holder(); h.me = h
+        h.w = torch.ones(64, 64, device="offload", requires_grad=True)
+        h.y = h.w.to("cuda" if torch.cuda.is_available() else "cpu") * 2
+        h.z = h.w @ h.w
+    """,
+    "atexit of the user's": """
+        import atexit, torch, torch_offload
+        w = torch.ones(64, 64, device="offload", requires_grad=True)
+        atexit.register(lambda: print((w.detach() * 2).sum().item()))
+        (w * w).sum().backward()
+    """,
+    "only imported": "import torch, torch_offload",
+    "warm thread pool": """
+        import torch, torch_offload
+        w = torch.ones(512, 512, device="offload", requires_grad=True)
+        ((w @ w) @ torch.ones(512, 512)).sum().backward()
+        print(w.grad.sum().item())
+    """,
+}
+
+
+@pytest.mark.parametrize("name", LAST_STATEMENTS)
+def test_exit(name):
+    """A script may end right after its work, every time."""
+    repeats = EXITS if name == "backward" else max(1, EXITS // 20)
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(python, [LAST_STATEMENTS[name]] * repeats):
+            assert done.returncode == 0, f"{done.returncode}\n{done.stderr}"
+            assert done.stderr == ""
+
+
+@pytest.mark.skipif(not HOST, reason="there is a device that does not survive a fork")
+def test_fork_after_use_on_the_host():
+    assert (
+        passes(
+            """
+            import os, torch, torch_offload, warnings
+            warnings.simplefilter("ignore")
+            net = torch.nn.Linear(8, 8).to("offload")
+            x = torch.ones(4, 8)
+            y = net(x).detach()
+            pid = os.fork()
+            if pid == 0:
+                assert torch.equal(net(x), y)
+                os._exit(5 if torch.equal((net.weight * 2).cpu(), net.weight.cpu() * 2) else 1)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            """
+        ).strip()
+        == "5"
+    )
+
+
+@pytest.mark.skipif(not HOST, reason="there is a device that does not survive a fork")
+def test_backward_fork_backward():
+    """Plain CPU PyTorch does this; a device thread of the autograd engine would forbid it."""
+    assert (
+        passes(
+            """
+            import os, sys, torch, torch_offload, warnings
+            warnings.simplefilter("ignore")
+            net = torch.nn.Linear(8, 8).to("offload")
+            x = torch.ones(4, 8)
+            net(x).sum().backward()
+            pid = os.fork()
+            if pid == 0:
+                net.zero_grad()
+                net(x).sum().backward()
+                os._exit(5 if net.weight.grad.sum().item() == 256 else 1)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            """
+        ).strip()
+        == "5"
+    )
+
+
+@pytest.mark.skipif(HOST, reason="plain host memory survives a fork")
+def test_fork_after_use_beside_a_device_is_refused_in_one_sentence():
+    out = passes(
+        """
+        import os, torch, torch_offload
+        w = torch.ones(3, device="offload")
+        w.sum().item()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                (w + 1).sum().item()
+            except RuntimeError as error:
+                print(str(error).splitlines()[0], flush=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        print((w + 1).sum().item())
+        """
+    )
+    assert "spawn" in out
+    assert out.splitlines()[-1] == "6.0"
+
+
+def test_fork_before_use():
+    assert passes(
+        """
+            import os, torch, torch_offload
+            pid = os.fork()
+            w = torch.arange(3.0).to("offload") if not (torch.cuda.is_available() and pid == 0) else torch.arange(3.0)
+            value = (w * 2).sum().item()
+            if pid == 0: os._exit(int(value))
+            print(value, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            """
+    ).split() == ["6.0", "6"]
+
+
+def test_spawn(tmp_path):
+    """Workers of their own, which are given offload tensors and give some back."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import torch, torch_offload
+import multiprocessing
+
+def work(queue, weight):
+    weight = weight.to("offload")
+    queue.put((weight * 2).sum().item())
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    weight = torch.arange(4.0, device="offload")
+    process = context.Process(target=work, args=(queue, weight.cpu()))
+    process.start()
+    print(queue.get(timeout=100))
+    process.join()
+    print(process.exitcode)
+"""
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.stdout.split() == ["12.0", "0"], done.stderr
+
+
+def test_data_loader_workers():
+    """Workers that return plain tensors, beside a model on offload."""
+    passes(
+        """
+        import torch, torch_offload
+        net = torch.nn.Linear(2, 2).to("offload")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        net(torch.ones(1, 2, device=device)).sum().backward()
+        data = torch.utils.data.TensorDataset(torch.arange(12.0).view(6, 2))
+        for method in ("fork", "spawn"):
+            loader = torch.utils.data.DataLoader(data, batch_size=3, num_workers=1, multiprocessing_context=method)
+            total = sum(net(batch.to(device)).sum() for (batch,) in loader)
+            total.backward()
+        """
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_keyboard_interrupt_in_mid_step():
+    """Then another model in the same process is right."""
+    passes(
+        """
+        import _thread, signal, threading, time, torch, torch_offload
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        def train(net, x, steps, device):
+            optimizer = torch.optim.AdamW(net.parameters())
+            for _ in range(steps):
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+        def build():
+            torch.manual_seed(0)
+            return torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(6)])
+        x = torch.ones(4, 32, device=device)
+        train(build().to("offload"), x, 2, device)  # what is imported late is imported now
+        for delay in (0.02, 0.05, 0.11, 0.17, 0.3):
+            timer = threading.Timer(delay, lambda: signal.raise_signal(signal.SIGINT))
+            timer.start()
+            try:
+                train(build().to("offload"), x, 10**9, device)
+            except KeyboardInterrupt:
+                pass
+            timer.join()
+        stats = torch_offload.memory_stats()
+        assert stats["device.pinned_slot_bytes.current"] == 0, stats
+        net, plain = build().to("offload"), build().to(device)
+        a, b = net(x).square().mean(), plain(x).square().mean()
+        a.backward(); b.backward()
+        assert torch.equal(a, b)
+        for p, q in zip(net.parameters(), plain.parameters()):
+            assert torch.equal(p.grad.cpu(), q.grad.cpu())
+        # The scope of the interrupted step has ended: what is computed is computed on the device again.
+        w = torch.ones(8, 8, device="offload")
+        before = torch_offload.memory_stats()["link.bytes_to_device"]
+        w @ w
+        after = torch_offload.memory_stats()["link.bytes_to_device"]
+        assert after > before or torch_offload._C.backend() == "host"
+        """
+    )
+
+
+@pytest.mark.parametrize("what", ["forward", "hook", "closure"])
+def test_an_exception_in_mid_step_leaves_memory_as_it_was(what):
+    passes(
+        f"""
+        import gc, torch, torch_offload
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        def one(fail):
+            net = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)]).to("offload")
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            if fail and {what!r} == "forward": net[2].register_forward_hook(lambda *a: 1 / 0)
+            if fail and {what!r} == "hook": net[1].weight.register_hook(lambda g: 1 / 0)
+            def closure():
+                net(torch.ones(2, 32, device=device)).sum().backward()
+                if fail and {what!r} == "closure": 1 / 0
+            try:
+                optimizer.step(closure)
+            except ZeroDivisionError:
+                pass
+        one(False); gc.collect()
+        before = torch_offload.memory_stats()["host.allocated_bytes.current"]
+        for _ in range(10): one(True); gc.collect()
+        one(False); gc.collect()
+        torch_offload.synchronize()
+        after = torch_offload.memory_stats()
+        assert after["host.allocated_bytes.current"] == before, (before, after)
+        assert after["device.pinned_slot_bytes.current"] == 0
+        """
+    )
+
+
+def test_long_training_does_not_grow():
+    passes(
+        """
+        import gc, torch, torch_offload
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        net = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)]).to("offload")
+        optimizer = torch.optim.AdamW(net.parameters())
+        def steps(count):
+            for k in range(count):
+                optimizer.zero_grad()
+                net(torch.ones(2 + k % 5, 32, device=device)).square().mean().backward()
+                optimizer.step()
+            gc.collect()
+            torch_offload.synchronize()
+            stats = torch_offload.memory_stats()
+            names = ("host.allocated_bytes.current", "host.reserved_bytes.current", "host.allocations.current")
+            return [stats[name] for name in names]
+        first = steps(30)
+        assert steps(100) == first, first
+        """
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU or SIM, reason="needs a CUDA device")
+def test_fault_of_the_device_is_reported():
+    done = python(
+        """
+        import torch, torch_offload
+        torch.cuda.set_per_process_memory_fraction(0.0001)
+        w = torch.ones(64 << 20, device="offload")
+        try:
+            (w * torch.ones((), device="cuda")).sum().item()
+            w.to("cuda")
+        except torch.OutOfMemoryError as error:
+            print("out of memory")
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        print((torch.ones(4, device="cuda") * torch.ones(4, device="offload")).sum().item())
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == "4.0"

@@ -1,0 +1,101 @@
+"""The suite again on the simulated link: CPU tensors play CUDA's part, copies land late and in any legal order.
+
+Each run is a process of its own. A seed picks the schedule; a failing one is a bug report: repeat it with
+``TORCH_OFFLOAD_LINK=sim TORCH_OFFLOAD_SEED=... pytest tests/python/...``.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import GPU, SIM
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(SIM, reason="a run within a run")
+
+EVERYTHING = [
+    "test_linear.py",
+    "test_conv.py",
+    "test_copy.py",
+    "test_autograd.py",
+    "test_placement.py",
+    "test_views_storage.py",
+    "test_factories.py",
+    "test_optim.py",
+    "test_modules.py",
+    "test_serialization.py",
+    "test_checkpointing.py",
+    "test_autocast.py",
+    "test_inference.py",
+    "test_functorch.py",
+    "test_device_module.py",
+    "test_random_programs.py",
+]
+# Where the order of copies matters most.
+ORDER = [
+    "test_random_programs.py",
+    "test_autograd.py",
+    "test_modules.py",
+    "test_checkpointing.py",
+    "test_inference.py",
+    "test_views_storage.py",
+]
+
+RUNS = {
+    "everything": (EVERYTHING, {"TORCH_OFFLOAD_SEED": "1", "TORCH_OFFLOAD_POISON": "1"}),
+    "evict at once": (
+        [*ORDER, "test_optim.py"],
+        {"TORCH_OFFLOAD_SEED": "2", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_EVICT": "1"},
+    ),
+    "ring of 512 bytes": (
+        ORDER,
+        {"TORCH_OFFLOAD_SEED": "3", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_RING_BYTES": "512"},
+    ),
+    "another order": (ORDER, {"TORCH_OFFLOAD_SEED": "4", "TORCH_OFFLOAD_RING_BYTES": "4096"}),
+    "a third order": (ORDER, {"TORCH_OFFLOAD_SEED": "5", "TORCH_OFFLOAD_EVICT": "1"}),
+    "a fourth order": (ORDER, {"TORCH_OFFLOAD_SEED": "6", "TORCH_OFFLOAD_POISON": "1"}),
+    "a seed from outside": (ORDER, {"TORCH_OFFLOAD_SEED": os.environ.get("TORCH_OFFLOAD_SEED", "7")}),
+}
+
+
+# The same files on a GPU, where copies can be late and free memory can be poisoned as well.
+GPU_RUNS = {
+    "late copies": (ORDER, {"TORCH_OFFLOAD_COPY_DELAY_US": "2000", "TORCH_OFFLOAD_POISON": "1"}),
+    "evict at once": ([*ORDER, "test_optim.py"], {"TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_EVICT": "1"}),
+    "ring of 512 bytes": (ORDER, {"TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_RING_BYTES": "512"}),
+    "memory that is not pinned": (ORDER, {"TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_PINNED_LIMIT": "0"}),
+}
+
+
+def run_suite(files: list[str], settings: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [
+            *command,
+            "-p",
+            "no:warnings",
+            "-c",
+            str(HERE.parent.parent / "pyproject.toml"),
+            *[str(HERE / f) for f in files],
+        ],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{settings}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.skipif(GPU, reason="runs from a process without a GPU")
+@pytest.mark.parametrize("name", RUNS)
+def test_on_the_simulated_link(name):
+    files, settings = RUNS[name]
+    run_suite(files, {"TORCH_OFFLOAD_LINK": "sim", **settings})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_RUNS)
+def test_on_the_gpu_with_late_copies(name):
+    run_suite(*GPU_RUNS[name])
