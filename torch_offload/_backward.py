@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
+from torch_offload import _C
+
 
 def register() -> None:
-    """Does nothing where any accelerator is available."""
-    if torch.accelerator.is_available():
-        return
+    """Asks for the GPU at the first backward with offload tensors; the import must not touch CUDA, or a fork could not."""
     run = graph._engine_run_backward
 
     def run_on_caller(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_multithreading_enabled():
+        if not _C.in_use() or _C.backend() == "cuda" or not torch._C._is_multithreading_enabled():
             return run(*args, **kwargs)
         with torch.autograd.set_multithreading_enabled(False):
             return run(*args, **kwargs)

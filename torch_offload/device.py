@@ -11,6 +11,7 @@ import torch
 
 from torch_offload import _C
 
+_initialized = True
 _Device = torch.device | int | str | None
 
 

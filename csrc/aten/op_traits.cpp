@@ -63,6 +63,7 @@ const std::unordered_set<std::string_view> kDeviceMinded{
     "aten::gru_cell",     "aten::rnn_tanh_cell", "aten::rnn_relu_cell", "aten::scaled_dot_product_attention",
     "aten::conv1d",       "aten::conv2d",     "aten::conv3d",           "aten::conv_transpose1d", "aten::conv_transpose2d",
     "aten::conv_transpose3d", "aten::_convolution_mode", "aten::einsum", "aten::tensordot",    "aten::bilinear",
+    "aten::dropout",      "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout", "aten::rrelu",
     "aten::kron",         "aten::embedding_bag", "aten::cdist",         "aten::ctc_loss",
 };
 
@@ -148,6 +149,9 @@ Operands OpTraits::operands(const torch::jit::Stack& stack) const {
     const auto& value = values[k];
     if (value.isTensor()) {
       found.add(value.toTensor(), written);
+    } else if (arguments[k].kind == ArgumentKind::Generator && value.isGenerator()) {
+      const auto type = value.toGenerator().device().type();
+      found.hostGenerator = type == c10::kCPU || type == kOffload;
     } else if (arguments[k].kind == ArgumentKind::TensorList && value.isTensorList()) {
       for (const at::Tensor& tensor : value.toTensorList()) found.add(tensor, written);
     } else if (arguments[k].kind == ArgumentKind::OptionalTensorList && value.isList()) {
@@ -181,7 +185,7 @@ bool isInterceptable(const c10::OperatorHandle& op) {
 void replaceTensors(const OpTraits& traits, torch::jit::Stack& stack,
                     const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each) {
   const std::size_t base = stack.size() - traits.arguments.size();
-  for (std::size_t k = traits.arguments.size(); k-- > 0;) {
+  for (std::size_t k = 0; k < traits.arguments.size(); ++k) {
     const auto& argument = traits.arguments[k];
     auto& value = stack[base + k];
     if (value.isTensor()) {
@@ -190,10 +194,10 @@ void replaceTensors(const OpTraits& traits, torch::jit::Stack& stack,
       if (replacement.defined()) value = std::move(replacement);
     } else if (argument.kind == ArgumentKind::TensorList && value.isTensorList()) {
       auto list = value.toTensorVector();
-      for (auto tensor = list.rbegin(); tensor != list.rend(); ++tensor) {
-        if (!tensor->defined()) continue;
-        auto replacement = each(*tensor, argument);
-        if (replacement.defined()) *tensor = std::move(replacement);
+      for (auto& tensor : list) {
+        if (!tensor.defined()) continue;
+        auto replacement = each(tensor, argument);
+        if (replacement.defined()) tensor = std::move(replacement);
       }
       value = std::move(list);
     } else if (argument.kind == ArgumentKind::OptionalTensorList && value.isList()) {

@@ -39,8 +39,7 @@ struct OpTraits {
 bool isInterceptable(const c10::OperatorHandle& op);
 
 /// Calls `each(tensor, traits)` for every tensor among the arguments, those in lists included, undefined ones not. What it returns
-/// takes the tensor's place; an undefined tensor leaves it. The last comes first: autograd runs the node that was made last before
-/// the others, and so the gradients of one weight that is given twice are summed in PyTorch's own order.
+/// takes the tensor's place; an undefined tensor leaves it.
 void replaceTensors(const OpTraits& traits, torch::jit::Stack& stack,
                     const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each);
 

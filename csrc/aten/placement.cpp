@@ -51,7 +51,7 @@ Placement place(const Operands& operands, Effect effect) {
     return {context.backend() == Backend::Sim ? pairedDevice(0) : c10::Device(c10::kCPU), false, home};
   }
   if (operands.cudaScalar && !operands.offloadDims) return {*operands.cudaScalar, false, home};
-  const bool onDevice = !HostScope::active() &&
+  const bool onDevice = !HostScope::active() && !operands.hostGenerator &&
                         (effect == Effect::NewValue || (effect == Effect::Movement && operands.deviceBorn) ||
                          (effect == Effect::InPlace && operands.targetDeviceBorn));
   return {onDevice ? pairedDevice(operands.index) : c10::Device(c10::kCPU), true, home};

@@ -24,6 +24,7 @@ struct Operands {
   bool wrapped = false;       // tensor subclasses and functorch's wrappers, which only the kernel below can open
   std::optional<c10::Device> cuda;       // of a CUDA tensor with dims
   std::optional<c10::Device> cudaScalar; // of a 0-dim CUDA tensor
+  bool hostGenerator = false; // a generator that draws on the host
   bool cpu = false;           // a CPU tensor with dims
   bool offloadDims = false;   // an offload tensor with dims
   c10::DeviceIndex index = 0; // of the first offload tensor

@@ -12,6 +12,7 @@
 #include "autograd/nodes.h"
 #include "autograd/release_refill.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
@@ -39,11 +40,17 @@ struct Written {
 };
 
 void copyBack(const Written& written) {
-  std::optional<at::NoGradGuard> noGrad;
-  if (written.argument.hidden) noGrad.emplace();
+  // What the schema hides is no write to autograd either: no history, and a new version only where the kernel makes one.
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+  if (written.argument.hidden) {
+    if (!written.source.is_inference() && !written.work.is_inference() && written.work._version() > 0) {
+      written.source.unsafeGetTensorImpl()->bump_version();
+    }
+    below.emplace();
+  }
   if (written.argument.out && written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
   if (!recordsGraph() && replaceValue(written.source, written.work)) {
-    const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutogradPrivateUse1);
+    const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutogradFunctionality);
     if (aboveAutograd && !written.source.is_inference()) written.source.unsafeGetTensorImpl()->bump_version();
     return;
   }

@@ -35,7 +35,12 @@ bool isSoleOwner(const at::Tensor& gradient) {
   return gradient.storage().use_count() == 2 && gradient._base().use_count() == 1;
 }
 
+// Autograd runs the node with the highest number first. With the highest of all, as the sinks of gradients have, fetch and stash
+// pass a gradient on the moment they get it: gradients meet, and hooks run, in the order that they have without offload.
+constexpr std::uint64_t kAtOnce = UINT64_MAX;
+
 struct FetchBackward final : Node {
+  FetchBackward() : Node(kAtOnce) {}
   c10::Device home{kOffload};
   c10::Device target{c10::kCPU};
 
@@ -53,6 +58,7 @@ struct FetchBackward final : Node {
 };
 
 struct StashBackward final : Node {
+  StashBackward() : Node(kAtOnce) {}
   c10::Device target{c10::kCPU};
 
   variable_list apply(variable_list&& inputs) override {
@@ -133,7 +139,7 @@ at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device compute
 }
 
 bool recordsGraph() {
-  return at::GradMode::is_enabled() && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradPrivateUse1);
+  return at::GradMode::is_enabled() && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality);
 }
 
 TORCH_LIBRARY(offload, m) {

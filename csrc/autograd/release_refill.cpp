@@ -71,7 +71,7 @@ bool savesTensors(const Node& node) {
   static const std::unordered_set<std::string> shapesOnly{
       "TBackward0",       "TransposeBackward0", "ViewBackward0",         "UnsafeViewBackward0", "ReshapeAliasBackward0",
       "ExpandBackward0",  "PermuteBackward0",   "UnsqueezeBackward0",    "SqueezeBackward1",    "SelectBackward0",
-      "SliceBackward0",   "SplitBackward0",     "AsStridedBackward0",    "FetchBackward",       "StashBackward"};
+      "SliceBackward0",   "SplitBackward0",     "AsStridedBackward0"};
   return !shapesOnly.contains(node.name());
 }
 
@@ -81,20 +81,20 @@ std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64
   for (const auto& result : results) {
     if (result.defined() && result.grad_fn()) todo.push_back(result.grad_fn().get());
   }
-  std::vector<Node*> made;
+  std::vector<Node*> nodes;
   std::unordered_set<Node*> seen;
   while (!todo.empty()) {
     Node* node = todo.back();
     todo.pop_back();
-    // The sinks of gradients carry the highest number, whenever they were made.
-    const bool sink = node->sequence_nr() == UINT64_MAX;
-    if (!seen.insert(node).second || node->sequence_nr() < first || sink) continue;
-    if (savesTensors(*node)) made.push_back(node);
+    // The sinks of gradients carry the highest number, whenever they were made; so do fetch and stash.
+    const bool made = node->sequence_nr() >= first && node->sequence_nr() != UINT64_MAX;
+    if (!seen.insert(node).second || !made) continue;
+    if (savesTensors(*node)) nodes.push_back(node);
     for (const auto& edge : node->next_edges()) {
       if (edge.function) todo.push_back(edge.function.get());
     }
   }
-  return made;
+  return nodes;
 }
 
 } // namespace

@@ -81,7 +81,17 @@ def test_dtype_mismatch(dtype, side):
         run(OFFLOAD)
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        torch.sparse_coo,
+        pytest.param(
+            torch.sparse_csr,
+            marks=pytest.mark.xfail(strict=True, reason="PyTorch makes a CSR tensor whose indices and values are offload tensors"),
+        ),
+    ],
+    ids=str,
+)
 def test_sparse_layouts(layout):
     with pytest.raises((RuntimeError, NotImplementedError), match=r"offload.*(sparse|layout)|(sparse|layout).*offload"):
         torch.eye(3).to_sparse(layout=layout).to(OFFLOAD)

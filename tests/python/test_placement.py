@@ -297,6 +297,8 @@ def test_out_of_another_shape_is_resized(name, shape):
 @pytest.mark.parametrize("tensor", [CPU, COMPUTE, OFFLOAD], ids=str)
 @pytest.mark.parametrize("order", [1, -1])
 def test_zero_dim_beside_dims(tensor, scalar, order):
+    if GPU and tensor == CPU and scalar == COMPUTE:
+        pytest.skip("PyTorch refuses it, and no offload tensor is among them")
     t, s = at(CPU, 3, 4), torch.tensor(2.5)
     expected = torch.mul(*[t, s][::order])
     result = torch.mul(*[t.to(tensor), s.to(scalar)][::order])

@@ -20,7 +20,7 @@ bool fillsRange(const at::Tensor& tensor) {
 
 void copyHome(const at::Tensor& from, const at::Tensor& to) {
   at::Tensor value = from;
-  const bool sameBytes = value.scalar_type() == to.scalar_type() && value.strides() == to.strides() &&
+  const bool sameBytes = value.scalar_type() == to.scalar_type() && value.sizes() == to.sizes() && value.strides() == to.strides() &&
                          value.is_conj() == to.is_conj() && value.is_neg() == to.is_neg();
   if (!sameBytes) {
     value = at::empty_strided(to.sizes(), to.strides(), from.options().dtype(to.dtype()));
