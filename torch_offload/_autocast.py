@@ -1,7 +1,8 @@
 """Autocast: ``offload`` answers for the device that computes.
 
 ``torch.autocast("offload")`` is the autocast of that device, and within that device's autocast
-``torch.is_autocast_enabled("offload")`` is true: code that asks for the device of its inputs (checkpointing) finds what it needs.
+``torch.is_autocast_enabled("offload")`` is true: code that asks for the device of its inputs (checkpointing) finds what it
+needs.
 """
 
 import functools

@@ -47,8 +47,8 @@ def _after(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _default_to_the_cpus_algorithm() -> None:
-    # PyTorch takes every PrivateUse1 device for one on which list operations pay. On the host they don't: the temporaries of such
-    # a step are as large as the model.
+    # PyTorch takes every PrivateUse1 device for one on which list operations pay. On the host they don't: the temporaries of
+    # such a step are as large as the model.
     supported = optimizer_module._get_foreach_kernels_supported_devices
     optimizer_module._get_foreach_kernels_supported_devices = lambda: [name for name in supported() if name != "offload"]
 

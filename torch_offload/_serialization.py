@@ -20,8 +20,8 @@ def _refuse_sharing() -> None:
     def share_memory_(self: torch.UntypedStorage) -> torch.UntypedStorage:
         if self.device.type == "offload":
             raise RuntimeError(
-                f"offload: the {self.nbytes()} bytes of this tensor on {self.device} can't be shared between processes; share the "
-                "CPU tensor, and let each process move its own to offload."
+                f"offload: the {self.nbytes()} bytes of this tensor on {self.device} can't be shared between processes; share "
+                "the CPU tensor, and let each process move its own to offload."
             )
         return share(self)
 

@@ -29,8 +29,9 @@ std::size_t environmentNumber(const char* name, std::size_t otherwise) {
   std::size_t value = 0;
   const char* end = text + std::strlen(text);
   const auto parsed = std::from_chars(text, end, value);
-  TORCH_CHECK(parsed.ec == std::errc() && parsed.ptr == end, "offload: ", name, "=\"", text,
-              "\" is not a whole number from 0 to ", SIZE_MAX, "; give bytes or a count in digits.");
+  TORCH_CHECK(
+      parsed.ec == std::errc() && parsed.ptr == end, "offload: ", name, "=\"", text, "\" is not a whole number from 0 to ",
+      SIZE_MAX, "; give bytes or a count in digits.");
   return value;
 }
 
@@ -57,10 +58,11 @@ Settings Settings::fromEnvironment() {
 }
 
 Context& Context::get() {
-  TORCH_CHECK(!forkedAfterUse.load(std::memory_order_relaxed),
-              "offload: this process was forked from one that had already used offload tensors, and page-locked memory and CUDA do "
-              "not survive a fork. Start workers with multiprocessing's \"spawn\" or \"forkserver\" method, or fork before the "
-              "first use.");
+  TORCH_CHECK(
+      !forkedAfterUse.load(std::memory_order_relaxed),
+      "offload: this process was forked from one that had already used offload tensors, and page-locked memory and CUDA do "
+      "not survive a fork. Start workers with multiprocessing's \"spawn\" or \"forkserver\" method, or fork before the "
+      "first use.");
   static Context* instance = [] {
     auto* created = new Context(Settings::fromEnvironment());
     theContext.store(created, std::memory_order_release);
@@ -82,10 +84,12 @@ Context* Context::ifCreated() noexcept {
 
 Context::Context(const Settings& settings) {
   const std::string& name = settings.link;
-  TORCH_CHECK(name == "auto" || name == "cuda" || name == "sim" || name == "none", "offload: TORCH_OFFLOAD_LINK=\"", name,
-              "\" names no link; choose auto, cuda, sim or none.");
-  TORCH_CHECK(name != "cuda" || cuda::deviceCount() > 0,
-              "offload: TORCH_OFFLOAD_LINK=cuda asks for a CUDA device, and PyTorch sees none here; choose auto or none.");
+  TORCH_CHECK(
+      name == "auto" || name == "cuda" || name == "sim" || name == "none", "offload: TORCH_OFFLOAD_LINK=\"", name,
+      "\" names no link; choose auto, cuda, sim or none.");
+  TORCH_CHECK(
+      name != "cuda" || cuda::deviceCount() > 0,
+      "offload: TORCH_OFFLOAD_LINK=cuda asks for a CUDA device, and PyTorch sees none here; choose auto or none.");
   if (name == "sim") {
     SimOptions options;
     options.seed = settings.seed;
@@ -187,8 +191,9 @@ Block& blockOf(const c10::StorageImpl& storage) {
     // PyTorch wraps a storage's address anew where it writes one to a file.
     if (Block* block = Context::get().blockAt(data.get())) return *block;
   }
-  TORCH_CHECK(data.device().type() == kOffload && data.get_context() != nullptr, "offload: a storage of ", storage.nbytes(),
-              " bytes on ", data.device(), " is not memory of the offload device; move the tensor with .to(\"offload\").");
+  TORCH_CHECK(
+      data.device().type() == kOffload && data.get_context() != nullptr, "offload: a storage of ", storage.nbytes(),
+      " bytes on ", data.device(), " is not memory of the offload device; move the tensor with .to(\"offload\").");
   return *static_cast<Block*>(data.get_context());
 }
 

@@ -53,8 +53,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return cuda::deviceCount();
   }
   void destroyEvent(void* /*event*/, c10::DeviceIndex /*index*/) const noexcept override {}
-  void record(void** /*event*/, const c10::Stream& /*stream*/, c10::DeviceIndex /*index*/,
-              c10::EventFlag /*flag*/) const override {}
+  void record(
+      void** /*event*/, const c10::Stream& /*stream*/, c10::DeviceIndex /*index*/, c10::EventFlag /*flag*/) const override {}
   void block(void* /*event*/, const c10::Stream& /*stream*/) const override {}
   bool queryEvent(void* /*event*/) const override {
     return true;

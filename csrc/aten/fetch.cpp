@@ -57,9 +57,11 @@ std::shared_ptr<void> keep(const c10::Storage& storage) {
 }
 
 void checkDense(const at::Tensor& value) {
-  TORCH_CHECK(value.layout() == c10::kStrided && value.has_storage(), "offload: a tensor of shape ", value.sizes(),
-              " and layout ", value.layout(), " can't live on the offload device; offload tensors are dense, make it one with "
-              ".to_dense() or keep it on the CPU or on CUDA.");
+  TORCH_CHECK(
+      value.layout() == c10::kStrided && value.has_storage(), "offload: a tensor of shape ", value.sizes(), " and layout ",
+      value.layout(),
+      " can't live on the offload device; offload tensors are dense, make it one with "
+      ".to_dense() or keep it on the CPU or on CUDA.");
 }
 
 bool coversItsStorage(const at::Tensor& value) {
@@ -113,7 +115,8 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
 
 at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed) {
   checkDense(value);
-  const auto strides = value.is_non_overlapping_and_dense() ? c10::DimVector(value.strides()) : c10::contiguous_strides(value.sizes());
+  const auto strides =
+      value.is_non_overlapping_and_dense() ? c10::DimVector(value.strides()) : c10::contiguous_strides(value.sizes());
   auto result = emptyOffload(value.sizes(), strides, value.scalar_type(), home, isCached(computed) ? Born::Device : Born::Host);
   result.copy_(value);
   return result;
@@ -124,7 +127,8 @@ at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device co
   Context& context = Context::get();
   const auto& storage = value.storage();
   const bool onDevice = isCached(computed);
-  if (!coversItsStorage(value) || isFetched(value) || (context.hasCache() && !onDevice)) return stashCopy(value, home, computed);
+  if (!coversItsStorage(value) || isFetched(value) || (context.hasCache() && !onDevice))
+    return stashCopy(value, home, computed);
   home = withIndex(home);
   c10::DataPtr data;
   if (onDevice) {
@@ -141,8 +145,7 @@ at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device co
 
 bool replaceValue(const at::Tensor& offload, const at::Tensor& value) {
   const bool same = offload.scalar_type() == value.scalar_type() && offload.sizes() == value.sizes() &&
-                    offload.strides() == value.strides() && offload.is_conj() == value.is_conj() &&
-                    offload.is_neg() == value.is_neg();
+      offload.strides() == value.strides() && offload.is_conj() == value.is_conj() && offload.is_neg() == value.is_neg();
   if (!same || !coversItsStorage(offload) || !coversItsStorage(value) || isFetched(value) ||
       offload.storage().nbytes() != value.storage().nbytes() || offload.storage_offset() != value.storage_offset()) {
     return false;

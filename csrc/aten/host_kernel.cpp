@@ -65,8 +65,9 @@ void adoptShape(const at::Tensor& source, const at::Tensor& alias, const void* b
 
 } // namespace
 
-void runOnHost(const c10::OperatorHandle& op, const OpTraits& traits, torch::jit::Stack& stack,
-               const std::function<at::Tensor(const at::Tensor&)>& stash) {
+void runOnHost(
+    const c10::OperatorHandle& op, const OpTraits& traits, torch::jit::Stack& stack,
+    const std::function<at::Tensor(const at::Tensor&)>& stash) {
   struct Written {
     at::Tensor source;
     at::Tensor alias;

@@ -7,8 +7,9 @@ namespace offload {
 
 /// Calls `op` on CPU aliases of its offload operands, under leases. Operands that it writes to are given back as themselves; new
 /// results go through `stash` where the placement says so.
-void runOnHost(const c10::OperatorHandle& op, const OpTraits& traits, torch::jit::Stack& stack,
-               const std::function<at::Tensor(const at::Tensor&)>& stash);
+void runOnHost(
+    const c10::OperatorHandle& op, const OpTraits& traits, torch::jit::Stack& stack,
+    const std::function<at::Tensor(const at::Tensor&)>& stash);
 
 /// Generators and devices among the arguments as tensors of `type` take them.
 void useArgumentsOf(c10::DeviceType type, const OpTraits& traits, torch::jit::Stack& stack);

@@ -30,8 +30,7 @@ ArgumentKind kindOf(const c10::Argument& argument) {
       if (element(type).kind() == c10::TypeKind::TensorType) return ArgumentKind::Tensor;
       if (element(type).kind() == c10::TypeKind::GeneratorType) return ArgumentKind::Generator;
       if (element(type).kind() == c10::TypeKind::DeviceObjType) return ArgumentKind::Device;
-      if (element(type).kind() == c10::TypeKind::ListType &&
-          element(element(type)).kind() == c10::TypeKind::TensorType) {
+      if (element(type).kind() == c10::TypeKind::ListType && element(element(type)).kind() == c10::TypeKind::TensorType) {
         return ArgumentKind::TensorList;
       }
       return ArgumentKind::Other;
@@ -46,46 +45,151 @@ bool holdsTensors(ArgumentKind kind) {
 
 // Operations that only move values: their results are exact wherever they are made.
 const std::unordered_set<std::string_view> kMovements{
-    "aten::clone",       "aten::cat",          "aten::stack",        "aten::index",         "aten::index_select",
-    "aten::gather",      "aten::take",         "aten::repeat",       "aten::flip",          "aten::roll",
-    "aten::constant_pad_nd", "aten::tril",     "aten::triu",         "aten::masked_select", "aten::where",
-    "aten::contiguous",  "aten::_to_copy",     "aten::slice_scatter", "aten::select_scatter", "aten::index_put",
-    "aten::scatter",     "aten::repeat_interleave", "aten::embedding", "aten::rot90",       "aten::block_diag",
-    "aten::masked_fill", "aten::masked_scatter", "aten::as_strided_scatter", "aten::diagonal_scatter", "aten::split_copy",
+    "aten::clone",
+    "aten::cat",
+    "aten::stack",
+    "aten::index",
+    "aten::index_select",
+    "aten::gather",
+    "aten::take",
+    "aten::repeat",
+    "aten::flip",
+    "aten::roll",
+    "aten::constant_pad_nd",
+    "aten::tril",
+    "aten::triu",
+    "aten::masked_select",
+    "aten::where",
+    "aten::contiguous",
+    "aten::_to_copy",
+    "aten::slice_scatter",
+    "aten::select_scatter",
+    "aten::index_put",
+    "aten::scatter",
+    "aten::repeat_interleave",
+    "aten::embedding",
+    "aten::rot90",
+    "aten::block_diag",
+    "aten::masked_fill",
+    "aten::masked_scatter",
+    "aten::as_strided_scatter",
+    "aten::diagonal_scatter",
+    "aten::split_copy",
 };
 
 // Composite operations that look at devices, or pick an algorithm by them, before they call anything that is intercepted.
 const std::unordered_set<std::string_view> kDeviceMinded{
-    "aten::linear",       "aten::matmul",     "aten::batch_norm",       "aten::instance_norm", "aten::layer_norm",
-    "aten::group_norm",   "aten::rms_norm",   "aten::meshgrid",         "aten::tensor_split",  "aten::inner",
-    "aten::stft",         "aten::istft",      "aten::linalg_multi_dot", "aten::take_along_dim", "aten::gradient",
-    "aten::lstm",         "aten::gru",        "aten::rnn_tanh",         "aten::rnn_relu",      "aten::lstm_cell",
-    "aten::gru_cell",     "aten::rnn_tanh_cell", "aten::rnn_relu_cell", "aten::scaled_dot_product_attention",
-    "aten::conv1d",       "aten::conv2d",     "aten::conv3d",           "aten::conv_transpose1d", "aten::conv_transpose2d",
-    "aten::conv_transpose3d", "aten::_convolution_mode", "aten::einsum", "aten::tensordot",    "aten::bilinear",
-    "aten::dropout",      "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout", "aten::rrelu",
-    "aten::kron",         "aten::embedding_bag", "aten::cdist",         "aten::ctc_loss",
+    "aten::linear",
+    "aten::matmul",
+    "aten::batch_norm",
+    "aten::instance_norm",
+    "aten::layer_norm",
+    "aten::group_norm",
+    "aten::rms_norm",
+    "aten::meshgrid",
+    "aten::tensor_split",
+    "aten::inner",
+    "aten::stft",
+    "aten::istft",
+    "aten::linalg_multi_dot",
+    "aten::take_along_dim",
+    "aten::gradient",
+    "aten::lstm",
+    "aten::gru",
+    "aten::rnn_tanh",
+    "aten::rnn_relu",
+    "aten::lstm_cell",
+    "aten::gru_cell",
+    "aten::rnn_tanh_cell",
+    "aten::rnn_relu_cell",
+    "aten::scaled_dot_product_attention",
+    "aten::conv1d",
+    "aten::conv2d",
+    "aten::conv3d",
+    "aten::conv_transpose1d",
+    "aten::conv_transpose2d",
+    "aten::conv_transpose3d",
+    "aten::_convolution_mode",
+    "aten::einsum",
+    "aten::tensordot",
+    "aten::bilinear",
+    "aten::dropout",
+    "aten::feature_dropout",
+    "aten::alpha_dropout",
+    "aten::feature_alpha_dropout",
+    "aten::rrelu",
+    "aten::kron",
+    "aten::embedding_bag",
+    "aten::cdist",
+    "aten::ctc_loss",
 };
 
 // What must reach its own kernel: copies between devices, what changes a tensor's memory or its standing with autograd, and
 // factories, which take nothing of their operand but its options.
 const std::unordered_set<std::string_view> kNeverIntercepted{
-    "aten::copy_",           "aten::copy",          "aten::_copy_from",  "aten::_copy_from_and_resize",
-    "aten::resize_",         "aten::resize_as_",    "aten::resize",      "aten::resize_as",
-    "aten::set_",            "aten::set",           "aten::set_data",    "aten::_set_data",
-    "aten::detach",          "aten::detach_",       "aten::alias",       "aten::item",
-    "aten::_local_scalar_dense", "aten::record_stream", "aten::_has_compatible_shallow_copy_type",
-    "aten::requires_grad_",  "aten::retain_grad",   "aten::_fw_primal",  "aten::_make_dual",
-    "aten::_unpack_dual",    "aten::is_pinned",     "aten::pin_memory",  "aten::_pin_memory",
-    "aten::to",              "aten::lift",          "aten::lift_fresh",  "aten::lift_fresh_copy",
-    "aten::_version",        "aten::is_leaf",       "aten::output_nr",   "aten::data",
-    "aten::_backward",       "aten::sym_size",      "aten::sym_stride",  "aten::sym_numel",
-    "aten::sym_storage_offset", "aten::is_set_to",  "aten::_is_zerotensor", "aten::is_conj",
-    "aten::is_neg",          "aten::_conj",         "aten::_neg_view",   "aten::_conj_physical",
-    "aten::resolve_conj",    "aten::resolve_neg",   "aten::_assert_tensor_metadata", "aten::_print",
-    "aten::rename",          "aten::rename_",       "aten::result_type", "aten::can_cast",
-    "aten::is_same_size",    "aten::_shape_as_tensor", "aten::_resize_output_", "aten::_resize_output",
-    "aten::_unsafe_view",    "aten::_reshape_copy", "aten::_has_same_storage_numel", "aten::_new_zeros_with_same_feature_meta",
+    "aten::copy_",
+    "aten::copy",
+    "aten::_copy_from",
+    "aten::_copy_from_and_resize",
+    "aten::resize_",
+    "aten::resize_as_",
+    "aten::resize",
+    "aten::resize_as",
+    "aten::set_",
+    "aten::set",
+    "aten::set_data",
+    "aten::_set_data",
+    "aten::detach",
+    "aten::detach_",
+    "aten::alias",
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "aten::record_stream",
+    "aten::_has_compatible_shallow_copy_type",
+    "aten::requires_grad_",
+    "aten::retain_grad",
+    "aten::_fw_primal",
+    "aten::_make_dual",
+    "aten::_unpack_dual",
+    "aten::is_pinned",
+    "aten::pin_memory",
+    "aten::_pin_memory",
+    "aten::to",
+    "aten::lift",
+    "aten::lift_fresh",
+    "aten::lift_fresh_copy",
+    "aten::_version",
+    "aten::is_leaf",
+    "aten::output_nr",
+    "aten::data",
+    "aten::_backward",
+    "aten::sym_size",
+    "aten::sym_stride",
+    "aten::sym_numel",
+    "aten::sym_storage_offset",
+    "aten::is_set_to",
+    "aten::_is_zerotensor",
+    "aten::is_conj",
+    "aten::is_neg",
+    "aten::_conj",
+    "aten::_neg_view",
+    "aten::_conj_physical",
+    "aten::resolve_conj",
+    "aten::resolve_neg",
+    "aten::_assert_tensor_metadata",
+    "aten::_print",
+    "aten::rename",
+    "aten::rename_",
+    "aten::result_type",
+    "aten::can_cast",
+    "aten::is_same_size",
+    "aten::_shape_as_tensor",
+    "aten::_resize_output_",
+    "aten::_resize_output",
+    "aten::_unsafe_view",
+    "aten::_reshape_copy",
+    "aten::_has_same_storage_numel",
+    "aten::_new_zeros_with_same_feature_meta",
 };
 
 bool endsWith(std::string_view text, std::string_view end) {
@@ -136,7 +240,8 @@ bool OpTraits::writesHidden(const torch::jit::Stack& stack) const {
 bool OpTraits::leavesDevice(const torch::jit::Stack& stack) const {
   const auto values = torch::jit::last(stack, arguments.size());
   for (std::size_t k = 0; k < arguments.size(); ++k) {
-    if (arguments[k].kind == ArgumentKind::Device && values[k].isDevice() && values[k].toDevice().type() != kOffload) return true;
+    if (arguments[k].kind == ArgumentKind::Device && values[k].isDevice() && values[k].toDevice().type() != kOffload)
+      return true;
   }
   return false;
 }
@@ -172,8 +277,9 @@ bool isInterceptable(const c10::OperatorHandle& op) {
   if (op.hasKernelForDispatchKey(DispatchKey::BackendSelect) && name != "aten::_to_copy") return false;
   // These change sizes and strides of their operand, and none of its bytes.
   if (op.hasTag(at::Tag::inplace_view)) return false;
-  const bool takesTensors = std::any_of(schema.arguments().begin(), schema.arguments().end(),
-                                        [](const c10::Argument& argument) { return holdsTensors(kindOf(argument)); });
+  const bool takesTensors = std::any_of(
+      schema.arguments().begin(), schema.arguments().end(),
+      [](const c10::Argument& argument) { return holdsTensors(kindOf(argument)); });
   if (!takesTensors) return false;
   if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || op.hasKernelForDispatchKey(DispatchKey::AutogradPrivateUse1)) {
     return false;
@@ -182,8 +288,9 @@ bool isInterceptable(const c10::OperatorHandle& op) {
   return kDeviceMinded.contains(name) || op.hasKernelForDispatchKey(DispatchKey::AutocastCUDA);
 }
 
-void replaceTensors(const OpTraits& traits, torch::jit::Stack& stack,
-                    const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each) {
+void replaceTensors(
+    const OpTraits& traits, torch::jit::Stack& stack,
+    const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each) {
   const std::size_t base = stack.size() - traits.arguments.size();
   for (std::size_t k = 0; k < traits.arguments.size(); ++k) {
     const auto& argument = traits.arguments[k];

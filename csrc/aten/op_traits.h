@@ -16,8 +16,8 @@ enum class ArgumentKind { Tensor, TensorList, OptionalTensorList, Generator, Dev
 struct ArgumentTraits {
   ArgumentKind kind = ArgumentKind::Other;
   bool written = false; // by the schema
-  bool out = false;     // `out=`: may be resized
-  bool hidden = false;  // written though the schema doesn't say so: batch norm's running statistics
+  bool out = false; // `out=`: may be resized
+  bool hidden = false; // written though the schema doesn't say so: batch norm's running statistics
 };
 
 struct OpTraits {
@@ -40,8 +40,9 @@ bool isInterceptable(const c10::OperatorHandle& op);
 
 /// Calls `each(tensor, traits)` for every tensor among the arguments, those in lists included, undefined ones not. What it returns
 /// takes the tensor's place; an undefined tensor leaves it.
-void replaceTensors(const OpTraits& traits, torch::jit::Stack& stack,
-                    const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each);
+void replaceTensors(
+    const OpTraits& traits, torch::jit::Stack& stack,
+    const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each);
 
 /// The same for the results on top of the stack.
 void replaceResults(std::size_t count, torch::jit::Stack& stack, const std::function<at::Tensor(const at::Tensor&)>& each);

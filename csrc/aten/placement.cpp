@@ -9,8 +9,8 @@ namespace {
 
 thread_local int hostScopes = 0;
 
-constexpr c10::DispatchKeySet kWrapperKeys({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-                                            c10::DispatchKey::Functionalize});
+constexpr c10::DispatchKeySet kWrapperKeys(
+    {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize});
 
 } // namespace
 
@@ -25,7 +25,9 @@ void Operands::add(const at::Tensor& tensor, bool written) {
       if (!offload) index = device.index();
       offload = true;
       offloadDims = offloadDims || dims;
-      if (!plain || tensor.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) || !tensor.has_storage() || tensor.storage().nbytes() == 0) return;
+      if (!plain || tensor.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) || !tensor.has_storage() ||
+          tensor.storage().nbytes() == 0)
+        return;
       const bool onDevice = blockOf(tensor.storage()).born == Born::Device;
       deviceBorn = deviceBorn || onDevice;
       targetDeviceBorn = targetDeviceBorn || (written && onDevice);
@@ -52,8 +54,8 @@ Placement place(const Operands& operands, Effect effect) {
   }
   if (operands.cudaScalar && !operands.offloadDims) return {*operands.cudaScalar, false, home};
   const bool onDevice = !HostScope::active() && !operands.hostGenerator &&
-                        (effect == Effect::NewValue || (effect == Effect::Movement && operands.deviceBorn) ||
-                         (effect == Effect::InPlace && operands.targetDeviceBorn));
+      (effect == Effect::NewValue || (effect == Effect::Movement && operands.deviceBorn) ||
+       (effect == Effect::InPlace && operands.targetDeviceBorn));
   return {onDevice ? pairedDevice(operands.index) : c10::Device(c10::kCPU), true, home};
 }
 
@@ -74,7 +76,7 @@ bool tracing() {
   using Key = c10::impl::TorchDispatchModeKey;
   if (!Modes::any_modes_set()) return false;
   return Modes::get_mode(Key::FAKE).has_value() || Modes::get_mode(Key::PROXY).has_value() ||
-         Modes::get_mode(Key::FUNCTIONAL).has_value();
+      Modes::get_mode(Key::FUNCTIONAL).has_value();
 }
 
 } // namespace offload

@@ -18,15 +18,15 @@ namespace offload {
 
 /// What an operation is given, as far as the rule asks.
 struct Operands {
-  bool offload = false;       // any offload tensor
-  bool deviceBorn = false;    // any whose Block was born on a device
+  bool offload = false; // any offload tensor
+  bool deviceBorn = false; // any whose Block was born on a device
   bool targetDeviceBorn = false; // one that is written to
-  bool wrapped = false;       // tensor subclasses and functorch's wrappers, which only the kernel below can open
-  std::optional<c10::Device> cuda;       // of a CUDA tensor with dims
+  bool wrapped = false; // tensor subclasses and functorch's wrappers, which only the kernel below can open
+  std::optional<c10::Device> cuda; // of a CUDA tensor with dims
   std::optional<c10::Device> cudaScalar; // of a 0-dim CUDA tensor
   bool hostGenerator = false; // a generator that draws on the host
-  bool cpu = false;           // a CPU tensor with dims
-  bool offloadDims = false;   // an offload tensor with dims
+  bool cpu = false; // a CPU tensor with dims
+  bool offloadDims = false; // an offload tensor with dims
   c10::DeviceIndex index = 0; // of the first offload tensor
 
   void add(const at::Tensor& tensor, bool written);
@@ -34,14 +34,14 @@ struct Operands {
 
 struct Placement {
   c10::Device compute; // a target of fetchTo()
-  bool toOffload;      // results are offload tensors
-  c10::Device home;    // which offload device, then
+  bool toOffload; // results are offload tensors
+  c10::Device home; // which offload device, then
 };
 
 enum class Effect {
   NewValue,
   Movement, // values are moved, none is computed
-  InPlace,  // writes to an operand
+  InPlace, // writes to an operand
 };
 
 /// Only for operands with an offload tensor among them.

@@ -48,8 +48,9 @@ Extent extentOf(const at::Tensor& tensor) {
 
 Extent existingExtentOf(const at::Tensor& tensor) {
   const Extent extent = extentOf(tensor);
-  TORCH_CHECK(extent.end <= tensor.storage().nbytes(), "offload: a tensor of shape ", tensor.sizes(), " needs ", extent.end,
-              " bytes of its storage, which has ", tensor.storage().nbytes(), "; the storage was resized or freed.");
+  TORCH_CHECK(
+      extent.end <= tensor.storage().nbytes(), "offload: a tensor of shape ", tensor.sizes(), " needs ", extent.end,
+      " bytes of its storage, which has ", tensor.storage().nbytes(), "; the storage was resized or freed.");
   return extent;
 }
 
@@ -99,9 +100,10 @@ void setCurrentIndex(c10::DeviceIndex index) noexcept {
 
 c10::Device withIndex(c10::Device device) {
   if (!device.has_index()) return {device.type(), theCurrentIndex};
-  TORCH_CHECK(device.index() < deviceCount(), "offload: there is no device ", device, "; this machine has ",
-              static_cast<int>(deviceCount()), ", named offload:0 to offload:", static_cast<int>(deviceCount()) - 1,
-              " (one for each CUDA device, at least one).");
+  TORCH_CHECK(
+      device.index() < deviceCount(), "offload: there is no device ", device, "; this machine has ",
+      static_cast<int>(deviceCount()), ", named offload:0 to offload:", static_cast<int>(deviceCount()) - 1,
+      " (one for each CUDA device, at least one).");
   return device;
 }
 

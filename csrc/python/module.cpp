@@ -23,8 +23,9 @@ Context& context() {
 }
 
 int checkedIndex(int index) {
-  TORCH_CHECK(index >= 0 && index < deviceCount(), "offload: there is no device offload:", index, "; this machine has ",
-              static_cast<int>(deviceCount()), ".");
+  TORCH_CHECK(
+      index >= 0 && index < deviceCount(), "offload: there is no device offload:", index, "; this machine has ",
+      static_cast<int>(deviceCount()), ".");
   return index;
 }
 

@@ -87,7 +87,7 @@ def test_dtype_mismatch(dtype, side):
         torch.sparse_coo,
         pytest.param(
             torch.sparse_csr,
-            marks=pytest.mark.xfail(strict=True, reason="PyTorch makes a CSR tensor whose indices and values are offload tensors"),
+            marks=pytest.mark.xfail(strict=True, reason="PyTorch makes a CSR tensor of offload parts"),
         ),
     ],
     ids=str,

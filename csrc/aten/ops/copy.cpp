@@ -20,8 +20,8 @@ bool fillsRange(const at::Tensor& tensor) {
 
 void copyHome(const at::Tensor& from, const at::Tensor& to) {
   at::Tensor value = from;
-  const bool sameBytes = value.scalar_type() == to.scalar_type() && value.sizes() == to.sizes() && value.strides() == to.strides() &&
-                         value.is_conj() == to.is_conj() && value.is_neg() == to.is_neg();
+  const bool sameBytes = value.scalar_type() == to.scalar_type() && value.sizes() == to.sizes() &&
+      value.strides() == to.strides() && value.is_conj() == to.is_conj() && value.is_neg() == to.is_neg();
   if (!sameBytes) {
     value = at::empty_strided(to.sizes(), to.strides(), from.options().dtype(to.dtype()));
     if (to.is_conj()) value._set_conj(true);
@@ -52,8 +52,9 @@ at::Tensor copyFrom(const at::Tensor& self, const at::Tensor& to, bool /*nonBloc
       copyOnHost(stashCopy(self.contiguous(), to.device(), self.device()), to);
     }
   } else {
-    TORCH_CHECK((isOffload(self) || self.is_cpu()) && (isOffload(to) || to.is_cpu()), "offload: can't copy from ", self.device(),
-                " to ", to.device(), "; copy through the CPU.");
+    TORCH_CHECK(
+        (isOffload(self) || self.is_cpu()) && (isOffload(to) || to.is_cpu()), "offload: can't copy from ", self.device(),
+        " to ", to.device(), "; copy through the CPU.");
     copyOnHost(self, to);
   }
   return to;

@@ -10,22 +10,26 @@ namespace offload {
 namespace {
 
 void checkOptions(std::optional<at::Layout> layout, std::optional<bool> pinned) {
-  TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided, "offload: tensors of layout ", *layout,
-              " can't live on the offload device; make a dense one, or keep it on the CPU.");
-  TORCH_CHECK(!pinned.value_or(false), "offload: memory of the offload device is page-locked already where it can be; leave "
-                                       "pin_memory out.");
+  TORCH_CHECK(
+      layout.value_or(at::kStrided) == at::kStrided, "offload: tensors of layout ", *layout,
+      " can't live on the offload device; make a dense one, or keep it on the CPU.");
+  TORCH_CHECK(
+      !pinned.value_or(false),
+      "offload: memory of the offload device is page-locked already where it can be; leave "
+      "pin_memory out.");
 }
 
-at::Tensor emptyStrided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> type,
-                        std::optional<at::Layout> layout, std::optional<at::Device> device, std::optional<bool> pinned) {
+at::Tensor emptyStrided(
+    at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> type, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pinned) {
   checkOptions(layout, pinned);
   at::detail::check_size_nonnegative(sizes);
   return emptyOffload(sizes, strides, c10::dtype_or_default(type), device.value_or(at::Device(kOffload)), Born::Host);
 }
 
-at::Tensor emptyMemoryFormat(at::IntArrayRef sizes, std::optional<at::ScalarType> type, std::optional<at::Layout> layout,
-                             std::optional<at::Device> device, std::optional<bool> pinned,
-                             std::optional<at::MemoryFormat> format) {
+at::Tensor emptyMemoryFormat(
+    at::IntArrayRef sizes, std::optional<at::ScalarType> type, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
   auto result = emptyStrided(sizes, c10::contiguous_strides(sizes), type, layout, device, pinned);
   const auto wanted = format.value_or(at::MemoryFormat::Contiguous);
   if (wanted != at::MemoryFormat::Contiguous) result.unsafeGetTensorImpl()->empty_tensor_restride(wanted);
@@ -46,10 +50,11 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::opt
   return self;
 }
 
-at::Tensor& setStorageOffset(at::Tensor& self, at::Storage source, std::int64_t offset, at::IntArrayRef sizes,
-                             at::IntArrayRef strides) {
-  TORCH_CHECK(source.device().type() == kOffload && isOffload(self), "offload: set_ was given a storage on ", source.device(),
-              " for a tensor on ", self.device(), "; both must be on the same device.");
+at::Tensor& setStorageOffset(
+    at::Tensor& self, at::Storage source, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  TORCH_CHECK(
+      source.device().type() == kOffload && isOffload(self), "offload: set_ was given a storage on ", source.device(),
+      " for a tensor on ", self.device(), "; both must be on the same device.");
   auto& impl = *self.unsafeGetTensorImpl();
   impl.set_storage_keep_dtype(std::move(source));
   impl.set_storage_offset(offset);
@@ -81,7 +86,7 @@ at::Tensor& setEmpty(at::Tensor& self) {
 bool hasCompatibleShallowCopyType(const at::Tensor& self, const at::Tensor& from) {
   auto dense = [](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-           (tensor.is_cpu() || tensor.is_cuda() || isOffload(tensor));
+        (tensor.is_cpu() || tensor.is_cuda() || isOffload(tensor));
   };
   return dense(self) && dense(from);
 }
