@@ -1,7 +1,8 @@
 """Where there is no GPU, backward runs on its caller's thread, as it does for CPU tensors.
 
 Autograd has a thread for each device that isn't the CPU. Without a GPU the offload device reports none
-(csrc/aten/device.cpp), so that a process can fork after a backward and exits cleanly; its nodes then have to run where backward was called.
+(csrc/aten/device.cpp), so that a process can fork after a backward and exits cleanly; its nodes then have to run where
+backward was called.
 """
 
 from typing import Any

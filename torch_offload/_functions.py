@@ -1,7 +1,8 @@
 """Users' own ``torch.autograd.Function``: beside activations, their offload operands are fetched first.
 
 Their backward returns a gradient on the activations' device, which autograd refuses for an operand on another. Fetched
-outside of the function, by a differentiable operation, an offload operand is what the author assumed: a tensor beside the others.
+outside of the function, by a differentiable operation, an offload operand is what the author assumed: a tensor
+beside the others.
 """
 
 from typing import Any

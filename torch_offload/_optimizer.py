@@ -50,7 +50,9 @@ def _default_to_the_cpus_algorithm() -> None:
     # PyTorch takes every PrivateUse1 device for one on which list operations pay. On the host they don't: the temporaries of
     # such a step are as large as the model.
     supported = optimizer_module._get_foreach_kernels_supported_devices
-    optimizer_module._get_foreach_kernels_supported_devices = lambda: [name for name in supported() if name != "offload"]
+    optimizer_module._get_foreach_kernels_supported_devices = lambda: [
+        name for name in supported() if name != "offload"
+    ]
 
 
 def register() -> None:

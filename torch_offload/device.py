@@ -220,7 +220,9 @@ def set_rng_state(new_state: torch.Tensor, device: _Device = None) -> None:
     """Restores a state of :func:`get_rng_state`."""
     length = torch.default_generator.get_state().numel()
     if new_state.dtype != torch.uint8 or new_state.numel() < length:
-        raise ValueError(f"expected a state of get_rng_state(), uint8 of {length} or more; got {tuple(new_state.shape)}.")
+        raise ValueError(
+            f"expected a state of get_rng_state(), uint8 of {length} or more; got {tuple(new_state.shape)}."
+        )
     torch.default_generator.set_state(new_state[:length].clone())
     if new_state.numel() > length and torch.cuda.is_available():
         torch.cuda.set_rng_state(new_state[length:].clone(), _index(device))
