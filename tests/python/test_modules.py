@@ -173,10 +173,11 @@ def test_batch_norm_statistics():
     def run(device):
         net = nn.BatchNorm1d(6, momentum=0.25).to(device)
         seen = []
+        version = net.running_mean._version
         for k in range(4):
             net(torch.randn(5, 6).to(COMPUTE) + k)
             seen.append((net.running_mean.clone(), net.running_var.clone(), net.num_batches_tracked.clone()))
-        versions = net.running_mean._version > 0
+        versions = net.running_mean._version > version
         net.eval()
         before = net.running_mean.clone()
         y = net(torch.randn(5, 6).to(COMPUTE))
