@@ -40,21 +40,19 @@ struct Written {
 };
 
 void copyBack(const Written& written) {
-  // What the schema hides is no write to autograd either: no history, and a new version only where the kernel makes one.
+  // A kernel that bumps versions by itself (list operations) has bumped the copy's. Where the copy's tensor carries a version that
+  // the dispatcher has given it, above autograd, so has the write that follows here.
+  const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutogradFunctionality);
+  auto* source = written.source.unsafeGetTensorImpl();
+  const bool counts = !written.source.is_inference() && !written.work.is_inference();
+  const bool bumped = counts && written.work._version() > 0;
+  // What the schema hides is no write to autograd either: no history.
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
-  if (written.argument.hidden) {
-    if (!written.source.is_inference() && !written.work.is_inference() && written.work._version() > 0) {
-      written.source.unsafeGetTensorImpl()->bump_version();
-    }
-    below.emplace();
-  }
+  if (written.argument.hidden) below.emplace();
   if (written.argument.out && written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
-  if (!recordsGraph() && replaceValue(written.source, written.work)) {
-    const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutogradFunctionality);
-    if (aboveAutograd && !written.source.is_inference()) written.source.unsafeGetTensorImpl()->bump_version();
-    return;
-  }
-  const_cast<at::Tensor&>(written.source).copy_(written.work);
+  const bool replaced = !recordsGraph() && replaceValue(written.source, written.work);
+  if (!replaced) const_cast<at::Tensor&>(written.source).copy_(written.work);
+  if (bumped && (replaced || !aboveAutograd || written.argument.hidden)) source->bump_version();
 }
 
 void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack) {

@@ -2,6 +2,7 @@
 
 #include "aten/fetch.h"
 #include "aten/placement.h"
+#include "compat/make_node.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -76,8 +77,8 @@ bool needsNode(const at::Tensor& input) {
 }
 
 template <class NodeType>
-std::shared_ptr<NodeType> nodeFor(const at::Tensor& input) {
-  auto node = std::shared_ptr<NodeType>(new NodeType(), torch::autograd::deleteNode);
+auto nodeFor(const at::Tensor& input) {
+  auto node = compat::makeNode<NodeType>();
   node->set_next_edges(torch::autograd::collect_next_edges(input));
   return node;
 }
