@@ -34,7 +34,9 @@ def _target(args: tuple[Any, ...]) -> torch.device | None:
 
 def register() -> None:
     """Puts the fetch in front of every call of ``apply`` that functorch does not handle itself."""
-    base = function._SingleLevelFunction
+    # Where PyTorch's own `apply` is written in Python, it handles functorch first and then asks its base.
+    in_python = isinstance(function.Function.__dict__["apply"], classmethod)
+    base = function._SingleLevelFunction if in_python else function.Function
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         target = _target(args)
