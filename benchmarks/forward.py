@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from blocks import LLAMA_8B, TINY, copied_to, make_blocks, make_input, parameter_bytes
+from blocks import LLAMA_8B, TINY, make_blocks, make_input, parameter_bytes
 from harness import (
     arguments,
     compute_device,
@@ -23,26 +23,20 @@ from harness import (
     ms,
     peak_bytes,
     print_table,
-    synchronize,
     write_record,
 )
-from peers import stream_blocks
+from peers import close_variants, make_variants
 
 
 def main() -> None:
-    options = arguments(__doc__)
-    options.add_argument("--rounds", type=int, default=9, help="timed runs of each variant (default: %(default)s)")
-    options = options.parse_args()
+    options = arguments(__doc__, rounds=9).parse_args()
     device = compute_device(options.tiny)
     shape, count = (TINY, 3) if options.tiny else (LLAMA_8B, 12)
     lengths = [1, 32] if options.tiny else [1, 2048, 8192, 16384]
     rounds = 2 if options.tiny else options.rounds
 
     resident = make_blocks(count, shape, torch.bfloat16, device)
-    models = {"resident": resident, "offload": copied_to(resident, "offload")}
-    peer = stream_blocks(resident, device)
-    if peer is not None:
-        models["RamTorch"] = peer
+    models = make_variants(resident, device)
     total = parameter_bytes(resident)
     rates = link_rates(options.tiny)
     print(f"{count} blocks, {total / 1e9:.3f} GB; {rates}", flush=True)
@@ -70,9 +64,7 @@ def main() -> None:
                 )
     print_table(["tokens", "weights", "median ms", "least-most", "ideal ms", "ratio", "same bits", "peak GiB"], rows)
     write_record("forward", {"blocks": count, "bytes": total, "link": vars(rates), "runs": records})
-    synchronize()
-    if peer is not None:
-        peer.close()
+    close_variants(models)
     if not all(record["equal"] for record in records if record["variant"] == "offload"):
         raise SystemExit("the offload model's output differs from the resident model's.")
 

@@ -23,12 +23,16 @@ import torch_offload
 Step = Callable[[], object]
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes."""
+def arguments(description: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes, and with --rounds where there is a default for it."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--tiny", action="store_true", help="small shapes, in seconds; on the CPU where there is no GPU"
     )
+    if rounds is not None:
+        parser.add_argument(
+            "--rounds", type=int, default=rounds, help="timed runs of each variant (default: %(default)s)"
+        )
     return parser
 
 

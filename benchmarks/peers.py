@@ -5,6 +5,8 @@ import importlib.metadata
 from types import ModuleType
 
 import torch
+from blocks import copied_to
+from harness import synchronize
 from torch import nn
 
 RAMTORCH = "ramtorch"
@@ -27,11 +29,27 @@ def stream_blocks(blocks: nn.Sequential, device: torch.device, keep_activations:
     Returns:
         An `OffloadModel`, to be closed after use; None where RamTorch isn't installed.
     """
-    from blocks import copied_to
-
     module = ramtorch()
     if module is None:
         return None
     return module.OffloadModel(
         list(copied_to(blocks, "cpu")), device=device, window=3, keep_activations=keep_activations
     )
+
+
+def make_variants(
+    resident: nn.Sequential, device: torch.device, keep_activations: bool = False
+) -> dict[str, nn.Module]:
+    """The same blocks with their weights on the GPU, on offload, and by the peer if it is installed; see close_variants()."""
+    models: dict[str, nn.Module] = {"resident": resident, "offload": copied_to(resident, "offload")}
+    peer = stream_blocks(resident, device, keep_activations)
+    if peer is not None:
+        models["RamTorch"] = peer
+    return models
+
+
+def close_variants(models: dict[str, nn.Module]) -> None:
+    """Waits for all work, and ends the peer's."""
+    synchronize()
+    if "RamTorch" in models:
+        models["RamTorch"].close()

@@ -20,20 +20,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from blocks import LLAMA_8B, TINY, copied_to, gradients, make_blocks, make_input, parameter_bytes
-from harness import (
-    arguments,
-    compute_device,
-    gib,
-    link_rates,
-    measure,
-    ms,
-    peak_bytes,
-    print_table,
-    synchronize,
-    write_record,
-)
-from peers import stream_blocks
+from blocks import LLAMA_8B, TINY, gradients, make_blocks, make_input, parameter_bytes
+from harness import arguments, compute_device, gib, link_rates, measure, ms, peak_bytes, print_table, write_record
+from peers import close_variants, make_variants
 
 import torch_offload
 
@@ -76,19 +65,14 @@ def memory_of(step: Callable[[], None], own: int) -> dict[str, int | None]:
 
 
 def main() -> None:
-    options = arguments(__doc__)
-    options.add_argument("--rounds", type=int, default=7, help="timed runs of each variant (default: %(default)s)")
-    options = options.parse_args()
+    options = arguments(__doc__, rounds=7).parse_args()
     device = compute_device(options.tiny)
     shape, count = (TINY, 3) if options.tiny else (LLAMA_8B, 8)
     lengths = [16, 32] if options.tiny else [4096, 16384]
     rounds = 2 if options.tiny else options.rounds
 
     resident = make_blocks(count, shape, torch.bfloat16, device)
-    models: dict[str, nn.Module] = {"resident": resident, "offload": copied_to(resident, "offload")}
-    peer = stream_blocks(resident, device, keep_activations=True)
-    if peer is not None:
-        models["RamTorch"] = peer
+    models = make_variants(resident, device, keep_activations=True)
     total = parameter_bytes(resident)
     rates = link_rates(options.tiny)
     limit = total / rates.down + total / rates.duplex
@@ -122,9 +106,7 @@ def main() -> None:
             )
     print_table(COLUMNS, rows)
     write_record("training", {"blocks": count, "bytes": total, "link": vars(rates), "runs": records})
-    synchronize()
-    if peer is not None:
-        peer.close()
+    close_variants(models)
     if any(record["off_by"] > 0.01 for record in records if record["variant"] == "offload"):
         raise SystemExit("the offload model's gradients differ from the resident model's by more than 1 %.")
 

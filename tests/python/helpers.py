@@ -1,4 +1,4 @@
-"""What the tests of the offload device compare with: the same program on the plain device, bit by bit."""
+"""What the tests of the offload device share: values, layers, and the same program on the plain device, compared bit by bit."""
 
 import contextlib
 import os
@@ -81,6 +81,21 @@ def same(run: Callable[[torch.device], Any], seed: int = 0, truth: torch.device 
         actual = run(OFFLOAD)
     assert_same(actual, expected)
     return actual
+
+
+def at(device: torch.device | str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal values that depend on the seed alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(device)
+
+
+def data(*shape: int, device: torch.device = COMPUTE, seed: int = 7) -> torch.Tensor:
+    """Values to feed a model with, where its activations are."""
+    return at(device, *shape, seed=seed)
+
+
+def layers(count: int = 4, width: int = 8) -> torch.nn.Sequential:
+    """Linear layers, each with a GELU behind it."""
+    return torch.nn.Sequential(*[m for _ in range(count) for m in (torch.nn.Linear(width, width), torch.nn.GELU())])
 
 
 def grads(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

@@ -36,6 +36,17 @@ def training(forward, dropout=0.0, feed="plain"):
     return run
 
 
+def same_step(step, make=lambda: nn.Linear(8, 8)):
+    """Runs ``step(module, x)`` on both devices: the same result, and the same gradients of the input and the module."""
+
+    def run(device):
+        module = make().to(device)
+        x = torch.randn(3, 8).to(COMPUTE).requires_grad_()
+        return step(module, x), x.grad, grads(module)
+
+    same(run)
+
+
 def every(blocks, x, **kwargs):
     for block in blocks:
         x = checkpoint(block, x, **kwargs)
@@ -163,59 +174,51 @@ def test_save_on_cpu(pin):
 
 
 def test_saved_tensors_hooks_see_every_tensor():
-    def run(device):
-        layer = nn.Linear(8, 8).to(device)
+    def step(layer, x):
         packed = []
 
         def pack(tensor):
             packed.append(tensor.clone())
             return len(packed) - 1
 
-        x = torch.randn(3, 8).to(COMPUTE).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda k: packed[k].clone()):
             y = layer(x).tanh()
         y.square().sum().backward()
-        return y, x.grad, grads(layer)
+        return y
 
-    same(run)
+    same_step(step)
 
 
 def test_saved_tensors_hooks_that_move_to_offload():
     """What a user would write to keep activations on offload."""
 
-    def run(device):
-        net = nn.Sequential(*[Block() for _ in range(3)]).to(device)
-        x = torch.randn(3, 8).to(COMPUTE).requires_grad_()
+    def step(net, x):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.device, t.to("offload")), lambda p: p[1].to(p[0])):
             y = net(x)
         y.square().sum().backward()
-        return y, x.grad, grads(net)
+        return y
 
-    same(run)
+    same_step(step, lambda: nn.Sequential(*[Block() for _ in range(3)]))
 
 
 def test_double_backward_of_a_checkpoint():
-    def run(device):
-        layer = nn.Linear(8, 8).to(device)
-        x = torch.randn(3, 8).to(COMPUTE).requires_grad_()
+    def step(layer, x):
         y = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)
         (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         first.square().sum().backward()
-        return first, x.grad, grads(layer)
+        return first
 
-    same(run)
+    same_step(step)
 
 
 def test_disabled_hooks():
-    def run(device):
-        layer = nn.Linear(8, 8).to(device)
-        x = torch.randn(3, 8).to(COMPUTE).requires_grad_()
+    def step(layer, x):
         with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
             y = layer(x)
         y.sum().backward()
-        return y, grads(layer)
+        return y
 
-    same(run)
+    same_step(step)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,9 @@
-"""Making offload tensors: every factory, with the CPU's values, strides and dtypes."""
+"""Making offload tensors: every factory and initialisation, with the CPU's values, strides and dtypes."""
 
 import pytest
 import torch
 from helpers import COMPUTE, CPU, OFFLOAD, assert_same
+from torch import nn
 
 FACTORIES = {
     "zeros": lambda d: torch.zeros(2, 3, device=d),
@@ -130,3 +131,34 @@ def test_from_lists_of_tensors_and_numpy():
     array = torch.arange(3).numpy()
     assert_same(torch.as_tensor(array, device=OFFLOAD), torch.arange(3))
     assert_same(torch.tensor(array, device=OFFLOAD), torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: torch.randn(3, 4, device=d),
+        lambda d: torch.rand(3, 4, device=d),
+        lambda d: torch.randint(0, 9, (3, 4), device=d),
+        lambda d: torch.randperm(7, device=d),
+        lambda d: torch.empty(3, 4, device=d).normal_(),
+        lambda d: torch.empty(3, 4, device=d).uniform_(-1, 1),
+        lambda d: torch.empty(3, 4, device=d).bernoulli_(0.3),
+        lambda d: torch.empty(3, 4, device=d).exponential_(),
+        lambda d: nn.init.kaiming_uniform_(torch.empty(3, 4, device=d)),
+        lambda d: nn.init.xavier_normal_(torch.empty(3, 4, device=d)),
+        lambda d: nn.init.trunc_normal_(torch.empty(3, 4, device=d)),
+        lambda d: nn.init.orthogonal_(torch.empty(3, 4, device=d)),
+        lambda d: nn.init.sparse_(torch.empty(3, 4, device=d), 0.5),
+        lambda d: nn.init.dirac_(torch.empty(3, 4, 3, device=d)),
+        lambda d: nn.init.eye_(torch.empty(3, 4, device=d)),
+    ],
+)
+def test_random_numbers_are_the_cpus(make):
+    torch.manual_seed(3)
+    expected = make(CPU)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    actual = make(OFFLOAD)
+    assert actual.device.type == "offload"
+    assert_same(actual, expected)
+    assert torch.equal(torch.get_rng_state(), after)

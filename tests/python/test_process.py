@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -81,48 +82,40 @@ def test_exit(name):
             assert done.stderr == ""
 
 
+def status_of_fork(parent: str, child: str) -> int:
+    """The exit status of a child that a process forks after having used a layer ``net`` on an input ``x``."""
+    program = f"""
+import os, torch, torch_offload, warnings
+warnings.simplefilter("ignore")
+net = torch.nn.Linear(8, 8).to("offload")
+x = torch.ones(4, 8)
+{parent}
+pid = os.fork()
+if pid == 0:
+{textwrap.indent(textwrap.dedent(child), "    ")}
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    return int(passes(program))
+
+
 @pytest.mark.skipif(not HOST, reason="there is a device that does not survive a fork")
 def test_fork_after_use_on_the_host():
-    assert (
-        passes(
-            """
-            import os, torch, torch_offload, warnings
-            warnings.simplefilter("ignore")
-            net = torch.nn.Linear(8, 8).to("offload")
-            x = torch.ones(4, 8)
-            y = net(x).detach()
-            pid = os.fork()
-            if pid == 0:
-                assert torch.equal(net(x), y)
-                os._exit(5 if torch.equal((net.weight * 2).cpu(), net.weight.cpu() * 2) else 1)
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            """
-        ).strip()
-        == "5"
-    )
+    child = """
+        assert torch.equal(net(x), y)
+        os._exit(5 if torch.equal((net.weight * 2).cpu(), net.weight.cpu() * 2) else 1)
+    """
+    assert status_of_fork("y = net(x).detach()", child) == 5
 
 
 @pytest.mark.skipif(not HOST, reason="there is a device that does not survive a fork")
 def test_backward_fork_backward():
     """Plain CPU PyTorch does this; a device thread of the autograd engine would forbid it."""
-    assert (
-        passes(
-            """
-            import os, sys, torch, torch_offload, warnings
-            warnings.simplefilter("ignore")
-            net = torch.nn.Linear(8, 8).to("offload")
-            x = torch.ones(4, 8)
-            net(x).sum().backward()
-            pid = os.fork()
-            if pid == 0:
-                net.zero_grad()
-                net(x).sum().backward()
-                os._exit(5 if net.weight.grad.sum().item() == 256 else 1)
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            """
-        ).strip()
-        == "5"
-    )
+    child = """
+        net.zero_grad()
+        net(x).sum().backward()
+        os._exit(5 if net.weight.grad.sum().item() == 256 else 1)
+    """
+    assert status_of_fork("net(x).sum().backward()", child) == 5
 
 
 @pytest.mark.skipif(HOST, reason="plain host memory survives a fork")

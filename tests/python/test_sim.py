@@ -15,12 +15,22 @@ from helpers import GPU, SIM
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(SIM, reason="a run within a run")
 
+AUTOGRAD = [
+    "test_autograd.py",
+    "test_autograd_operations.py",
+    "test_hooks.py",
+    "test_saved_tensors.py",
+    "test_custom_functions.py",
+    "test_threads_streams.py",
+]
 EVERYTHING = [
     "test_linear.py",
     "test_conv.py",
     "test_copy.py",
-    "test_autograd.py",
+    *AUTOGRAD,
     "test_placement.py",
+    "test_placement_zero_dim.py",
+    "test_placement_memory.py",
     "test_views_storage.py",
     "test_factories.py",
     "test_optim.py",
@@ -36,7 +46,7 @@ EVERYTHING = [
 # Where the order of copies matters most.
 ORDER = [
     "test_random_programs.py",
-    "test_autograd.py",
+    *AUTOGRAD,
     "test_modules.py",
     "test_checkpointing.py",
     "test_inference.py",

@@ -1,0 +1,169 @@
+"""Where a value is born and where work on it is done, as seen in the bytes that cross the link."""
+
+import pytest
+import torch
+from helpers import COMPUTE, CPU, HOST, OFFLOAD, SIM, assert_same, at
+from torch import nn
+
+import torch_offload
+
+
+class Steps(torch.optim.Optimizer):
+    def __init__(self, parameters, body):
+        super().__init__(parameters, {})
+        self.body = body
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.body(parameter)
+
+
+def bytes_down(run):
+    torch_offload.synchronize()
+    before = torch_offload.memory_stats()["link.bytes_to_device"]
+    run()
+    return torch_offload.memory_stats()["link.bytes_to_device"] - before
+
+
+def test_beside_a_cpu_tensor_no_bytes_are_copied():
+    if SIM:
+        pytest.skip("on the simulated link CPU tensors play CUDA's part")
+    w, x = at(OFFLOAD, 4, 4), at(CPU, 4, 4)
+    before = torch_offload.memory_stats()
+    (w @ x).sum()
+    after = torch_offload.memory_stats()
+    assert after["link.bytes_to_device"] == before["link.bytes_to_device"]
+    assert after["host.allocations.total"] == before["host.allocations.total"]
+
+
+@pytest.mark.skipif(HOST, reason="there is no other place to be born")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_was_computed_stays_on_the_device(in_place):
+    a = at(OFFLOAD, 64, 64)
+    size = 64 * 64 * 4
+    torch_offload.synchronize()
+    before = torch_offload.memory_stats()
+    y = a @ a  # fetches a
+    after = torch_offload.memory_stats()
+    assert after["link.bytes_to_device"] - before["link.bytes_to_device"] <= size + 256
+    for _ in range(3):
+        y = y @ y  # where it is
+        y = y.t().clone()
+        if in_place:
+            y += 1
+    last = torch_offload.memory_stats()
+    assert last["link.bytes_to_device"] == after["link.bytes_to_device"]
+
+
+@pytest.mark.skipif(HOST, reason="there is no other place to be born")
+def test_movement_of_host_born_stays_on_the_host():
+    a = at(OFFLOAD, 64, 64)
+    torch_offload.synchronize()
+    before = torch_offload.memory_stats()
+    b = torch.cat([a, a]).clone()[::2].contiguous().double().to(torch.float32).t().flip(0)
+    c = torch.stack([b, b]).index_select(0, torch.tensor([1], device=OFFLOAD))
+    b[1:3] = 2
+    b.add_(1).clamp_(-1, 1)
+    after = torch_offload.memory_stats()
+    assert after["link.bytes_to_device"] == before["link.bytes_to_device"]
+    assert after["link.bytes_to_host"] == before["link.bytes_to_host"]
+    assert c.device.type == "offload"
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_on_host_moves_nothing_down():
+    a = at(OFFLOAD, 64, 64)
+    before = torch_offload.memory_stats()["link.bytes_to_device"]
+    with torch_offload.on_host():
+        b = a @ a
+        with torch_offload.on_host():
+            b = b.exp()
+        b = b + a
+    assert torch_offload.memory_stats()["link.bytes_to_device"] == before
+    c = b * 2
+    assert torch_offload.memory_stats()["link.bytes_to_device"] > before
+    del c
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_on_host_ends_with_an_exception():
+    a = at(OFFLOAD, 64, 64)
+    with pytest.raises(ZeroDivisionError), torch_offload.on_host():
+        raise ZeroDivisionError
+    before = torch_offload.memory_stats()["link.bytes_to_device"]
+    torch.matmul(a, a)
+    assert torch_offload.memory_stats()["link.bytes_to_device"] > before
+
+
+def test_on_host_does_not_move_mixed_operations():
+    a, x = at(OFFLOAD, 4, 4), at(COMPUTE, 4, 4)
+    with torch_offload.on_host():
+        y = a @ x
+    assert y.device == COMPUTE
+    assert_same(y, a.to(COMPUTE) @ x)
+
+
+def test_on_host_as_a_decorator():
+    @torch_offload.on_host()
+    def norm(w):
+        return w.norm()
+
+    assert_same(norm(at(OFFLOAD, 4, 4)), at(CPU, 4, 4).norm())
+    assert_same(norm(at(OFFLOAD, 4, 4)), at(CPU, 4, 4).norm())
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_optimizer_steps_are_on_the_host():
+    p = nn.Parameter(at(OFFLOAD, 64, 64))
+    optimizer = Steps([p], lambda p: p.sub_(torch.exp(p) @ p))
+    assert bytes_down(optimizer.step) == 0
+    assert bytes_down(lambda: torch.exp(p.detach())) > 0
+    p.grad = at(OFFLOAD, 64, 64)
+    for make in (torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
+        for options in ({}, {"foreach": True}, {"foreach": False}):
+            optimizer = make([p], **options)
+            assert bytes_down(optimizer.step) == 0
+            assert bytes_down(optimizer.step) == 0
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_optimizer_step_that_raises_ends_its_scope():
+    p = nn.Parameter(at(OFFLOAD, 64, 64))
+    optimizer = Steps([p], lambda p: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert bytes_down(lambda: p.detach() @ p.detach()) >= 0
+        q = at(OFFLOAD, 64, 64)
+        assert bytes_down(lambda q=q: q @ q) > 0
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_optimizer_step_that_raises_in_a_closure():
+    p = nn.Parameter(at(OFFLOAD, 64, 64))
+    p.grad = torch.zeros_like(p)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+
+    def closure():
+        raise KeyError("in the closure")
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+    q = at(OFFLOAD, 64, 64)
+    assert bytes_down(lambda: q @ q) > 0
+
+
+def test_integer_matmul_falls_back_to_the_host():
+    a = torch.arange(9, device=OFFLOAD).view(3, 3)
+    assert_same(a @ a, torch.arange(9).view(3, 3) @ torch.arange(9).view(3, 3))
+    assert (a @ a).device.type == "offload"
+
+
+@pytest.mark.gpu
+def test_host_fallbacks_are_counted():
+    a = torch.arange(9, device=OFFLOAD).view(3, 3)
+    before = sum(torch_offload.memory_stats()["host_fallbacks"].values())
+    a @ a
+    assert sum(torch_offload.memory_stats()["host_fallbacks"].values()) > before
