@@ -8,7 +8,17 @@ import torch
 
 def register(extension: ModuleType) -> None:
     """Registers the device. Called once, by the import of the package."""
-    from torch_offload import _autocast, _backward, _functions, _guest, _optimizer, _serialization, device
+    from torch_offload import (
+        _autocast,
+        _backward,
+        _functions,
+        _guest,
+        _init,
+        _library,
+        _optimizer,
+        _serialization,
+        device,
+    )
 
     torch.utils.rename_privateuse1_backend("offload")
     torch._register_device_module("offload", device)
@@ -19,6 +29,8 @@ def register(extension: ModuleType) -> None:
     _serialization.register()
     _optimizer.register()
     _functions.register()
+    _init.register()
+    _library.register()
     _autocast.register()
     _backward.register()
     # Before Python's own teardown: later a tensor's deleter may run when CUDA is gone.

@@ -48,6 +48,10 @@ Stream currentStream(c10::DeviceIndex index) {
   return {index, c10::cuda::getCurrentCUDAStream(index).stream()};
 }
 
+Stream streamOf(c10::Stream stream) {
+  return {stream.device_index(), c10::cuda::CUDAStream(stream).stream()};
+}
+
 std::unique_ptr<Link> makeLink() {
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
   return makeCudaLink(std::make_unique<CachingMemory>());
@@ -65,6 +69,10 @@ std::size_t totalMemory() {
 
 Stream currentStream(c10::DeviceIndex index) {
   return {index, nullptr};
+}
+
+Stream streamOf(c10::Stream stream) {
+  return {stream.device_index(), nullptr};
 }
 
 std::unique_ptr<Link> makeLink() {

@@ -3,7 +3,7 @@
 
 #include "core/link/link.h"
 
-#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <memory>
@@ -16,6 +16,8 @@ c10::DeviceIndex deviceCount() noexcept;
 std::size_t totalMemory();
 /// PyTorch's current stream of a device, for the calling thread.
 Stream currentStream(c10::DeviceIndex index);
+/// A stream of PyTorch's.
+Stream streamOf(c10::Stream stream);
 /// The Link over PyTorch's CUDA caching allocator.
 std::unique_ptr<Link> makeLink();
 

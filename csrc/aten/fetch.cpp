@@ -10,6 +10,7 @@ namespace {
 
 struct FetchedMemory {
   Pin pin;
+  std::mutex mutex{}; // of the Pin's streams
 };
 
 struct AliasedMemory {
@@ -159,6 +160,16 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value) {
 bool isFetched(const at::Tensor& tensor) {
   const auto deleter = tensor.storage().data_ptr().get_deleter();
   return deleter == &deleteFetched || deleter == &deleteAliased;
+}
+
+bool useFetchedOn(const at::Tensor& tensor, Stream stream) {
+  if (!tensor.has_storage()) return false;
+  const c10::DataPtr& data = tensor.storage().data_ptr();
+  if (data.get_deleter() != &deleteFetched) return false;
+  auto* memory = static_cast<FetchedMemory*>(data.get_context());
+  std::lock_guard lock(memory->mutex);
+  memory->pin.alsoUsedOn(stream);
+  return true;
 }
 
 void releaseFetched(const at::Tensor& fetched) {

@@ -30,6 +30,12 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value);
 /// Whether a tensor's memory is that of a Slot or of a Block: then others read it too.
 bool isFetched(const at::Tensor& tensor);
 
+/// Keeps the memory of a tensor fetched through the cache for what is enqueued on `stream` until the tensor goes; false for others.
+bool useFetchedOn(const at::Tensor& tensor, Stream stream);
+
+/// Has `record_stream` ask for that; to be called once, at first use.
+void interceptRecordStream();
+
 /// Drops the memory of a fetched tensor, and fetches it once more, its newest bytes then. See Note [Release and refill].
 void releaseFetched(const at::Tensor& fetched);
 void refillFetched(const at::Tensor& fetched, const at::Tensor& offload);

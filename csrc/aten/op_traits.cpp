@@ -77,6 +77,11 @@ const std::unordered_set<std::string_view> kMovements{
     "aten::split_copy",
 };
 
+// Writes that are part of a forward pass, which has the device's bits: they are made where a new value would be.
+const std::unordered_set<std::string_view> kForwardWrites{
+    "aten::embedding_renorm_",
+};
+
 // Composite operations that look at devices, or pick an algorithm by them, before they call anything that is intercepted.
 const std::unordered_set<std::string_view> kDeviceMinded{
     "aten::linear",
@@ -223,7 +228,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
     }
     arguments.push_back(traits);
   }
-  if (writes) {
+  if (writes && !kForwardWrites.contains(schema.name())) {
     effect = Effect::InPlace;
   } else if (kMovements.contains(schema.name())) {
     effect = Effect::Movement;

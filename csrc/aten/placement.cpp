@@ -17,6 +17,7 @@ constexpr c10::DispatchKeySet kWrapperKeys(
 void Operands::add(const at::Tensor& tensor, bool written) {
   if (!tensor.defined()) return;
   const c10::Device device = tensor.device();
+  requiresGrad = requiresGrad || tensor.requires_grad();
   const bool plain = !tensor.key_set().has_any(kWrapperKeys);
   wrapped = wrapped || !plain;
   const bool dims = tensor.dim() > 0;

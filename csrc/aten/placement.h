@@ -4,7 +4,8 @@
 // Compute happens where the activations are; offload tensors follow. A tensor with dims on CUDA, or else on the CPU, decides, and
 // the result stays there. Among offload tensors alone a new value is made on the paired device, what merely moves values is made
 // where the operand was born, and what is changed in place is changed where it was born. Where something was born never changes,
-// so no result depends on what the cache holds. Within an optimizer's step, or torch_offload.on_host(), all of this is on the
+// so no result depends on what the cache holds. A movement whose gradient is asked for counts as a new value: backward adds what
+// was read more than once, and sums have the device's bits. Within an optimizer's step, or torch_offload.on_host(), all of this is on the
 // host. 0-dim tensors count as nothing beside tensors with dims.
 #pragma once
 
@@ -21,6 +22,7 @@ struct Operands {
   bool offload = false; // any offload tensor
   bool deviceBorn = false; // any whose Block was born on a device
   bool targetDeviceBorn = false; // one that is written to
+  bool requiresGrad = false; // any operand, wherever it lives
   bool wrapped = false; // tensor subclasses and functorch's wrappers, which only the kernel below can open
   std::optional<c10::Device> cuda; // of a CUDA tensor with dims
   std::optional<c10::Device> cudaScalar; // of a 0-dim CUDA tensor

@@ -10,7 +10,9 @@
 #include "aten/host_kernel.h"
 #include "aten/op_traits.h"
 #include "autograd/nodes.h"
+#include "autograd/operation_watch.h"
 #include "autograd/release_refill.h"
+#include "compat/quiet_registration.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
@@ -25,6 +27,8 @@ namespace {
 
 using c10::DispatchKey;
 using torch::jit::Stack;
+
+OperationWatch& watch();
 
 std::mutex fallbacksMutex;
 std::map<std::string, std::uint64_t>& fallbacks() {
@@ -103,29 +107,46 @@ void runFetched(const c10::OperatorHandle& op, const OpTraits& traits, Placement
   callFetched(op, traits, placement, stack);
 }
 
+Placement placeAboveAutograd(const Operands& operands, Effect effect) {
+  if (effect == Effect::Movement && operands.requiresGrad && recordsGraph()) effect = Effect::NewValue;
+  return place(operands, effect);
+}
+
+// The kernel that offload tensors would have without ours: that of a backend which nobody has beside CUDA.
+c10::SafeKernelFunction kernelBelow(const c10::OperatorHandle& op) {
+  return op.getComputedKernelForDispatchKey(DispatchKey::AutogradHPU);
+}
+
 class AutogradKernel final : public c10::OperatorKernel {
  public:
-  AutogradKernel(const c10::OperatorHandle& op, std::shared_ptr<const OpTraits> traits)
-      : traits_(std::move(traits)), below_(op.getComputedKernelForDispatchKey(DispatchKey::AutogradPrivateUse1)) {}
+  AutogradKernel(const c10::OperatorHandle& op, std::shared_ptr<const OpTraits> traits, bool late)
+      : traits_(std::move(traits)) {
+    if (!late) below_ = kernelBelow(op);
+  }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    if (watch().isBehind()) watch().catchUp();
     const Operands operands = traits_->operands(*stack);
-    if (!operands.offload || (operands.wrapped && !tracing())) return below_.callBoxed(op, keys, stack);
+    if (!operands.offload || (operands.wrapped && !tracing())) return callBelow(op, keys, stack);
     // A cast is made where the operand was born; what changes devices is a copy.
-    if (traits_->convertsDevice && (!operands.deviceBorn || traits_->leavesDevice(*stack))) {
-      return below_.callBoxed(op, keys, stack);
-    }
-    const Placement placement = place(operands, traits_->effect);
+    if (traits_->convertsDevice && (!operands.deviceBorn || traits_->leavesDevice(*stack))) return callBelow(op, keys, stack);
+    // Its parts are intercepted.
+    if (!below_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) return callBelow(op, keys, stack);
+    const Placement placement = placeAboveAutograd(operands, traits_->effect);
     // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.
     if (traits_->effect == Effect::InPlace && (placement.toOffload || !(isCached(placement.compute) || recordsGraph()))) {
-      return below_.callBoxed(op, keys, stack);
+      return callBelow(op, keys, stack);
     }
     runFetched(op, *traits_, placement, *stack);
   }
 
  private:
+  void callBelow(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    below_ ? below_->callBoxed(op, keys, stack) : kernelBelow(op).callBoxed(op, keys, stack);
+  }
+
   const std::shared_ptr<const OpTraits> traits_;
-  const c10::SafeKernelFunction below_;
+  std::optional<c10::SafeKernelFunction> below_; // none for an operation whose kernels may come and go
 };
 
 // Autocast casts what is on its own device only. So offload operands are fetched above it, once there are any: then its own kernel
@@ -140,7 +161,7 @@ class AutocastKernel final : public c10::OperatorKernel {
     if (!operands.offload || (operands.wrapped && !tracing()) || traits_.effect == Effect::InPlace) {
       return below_.callBoxed(op, keys, stack);
     }
-    runFetched(op, traits_, place(operands, traits_.effect), *stack);
+    runFetched(op, traits_, placeAboveAutograd(operands, traits_.effect), *stack);
   }
 
  private:
@@ -172,82 +193,53 @@ class BackendKernel final : public c10::OperatorKernel {
   const std::shared_ptr<const OpTraits> traits_;
 };
 
-// For operations that were defined after the last interceptOperations().
+// For operations that were defined later and are called before the watch has caught up.
 void backendFallback(const c10::OperatorHandle& op, Stack* stack) {
+  watch().catchUp();
   runBelowAutograd(op, OpTraits(op), stack);
 }
 
-template <class Kernel>
-torch::CppFunction boxed(std::unique_ptr<Kernel> kernel) {
-  return torch::CppFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(std::move(kernel)));
+template <class Kernel, class... Arguments>
+c10::KernelFunction boxed(Arguments&&... arguments) {
+  return c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(std::forward<Arguments>(arguments)...));
 }
 
-// Kernels of ours, by the namespace of their operations.
-class Registrations {
- public:
-  void add(const c10::OperatorName& name, DispatchKey key, torch::CppFunction kernel) {
-    const std::size_t colons = name.name.find("::");
-    const std::string space = name.name.substr(0, colons);
-    auto library = libraries_.find(space);
-    if (library == libraries_.end()) {
-      library = libraries_.emplace(space, torch::Library(torch::Library::IMPL, space, std::nullopt, __FILE__, __LINE__)).first;
-    }
-    std::string local = name.name.substr(colons + 2);
-    if (!name.overload_name.empty()) local += "." + name.overload_name;
-    library->second.impl(local.c_str(), key, std::move(kernel));
+OperationWatch::Kernels kernelsFor(const c10::OperatorHandle& op, bool late) {
+  if (!isInterceptable(op)) return {};
+  auto traits = std::make_shared<const OpTraits>(op);
+  OperationWatch::Kernels kernels;
+  if (late || op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
+      op.hasKernelForDispatchKey(DispatchKey::Autograd)) {
+    kernels.emplace_back(DispatchKey::AutogradPrivateUse1, boxed<AutogradKernel>(op, traits, late));
   }
+  if (!traits->convertsDevice) kernels.emplace_back(DispatchKey::PrivateUse1, boxed<BackendKernel>(traits));
+  return kernels;
+}
 
- private:
-  std::map<std::string, torch::Library> libraries_;
-};
-
-Registrations& registrations() {
-  static auto* instance = new Registrations();
+OperationWatch& watch() {
+  static auto* instance = new OperationWatch(&kernelsFor);
   return *instance;
 }
 
-std::mutex registrationsMutex;
-
-class Silence final : public c10::WarningHandler {
- public:
-  void process(const c10::Warning& /*warning*/) override {}
-};
-
 } // namespace
 
+std::size_t interceptOperations() {
+  return watch().catchUp();
+}
+
 void interceptAutocast() {
-  std::lock_guard lock(registrationsMutex);
-  // PyTorch warns of a kernel that takes another's place.
-  Silence silence;
-  c10::WarningUtils::WarningHandlerGuard guard(&silence);
-  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    const auto op = c10::Dispatcher::singleton().findSchema(name);
+  const compat::QuietRegistration quiet;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  static auto* registered = new std::vector<c10::RegistrationHandleRAII>(); // as long as the dispatcher
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findSchema(name);
     if (!op) continue;
     for (const auto key : {DispatchKey::AutocastCUDA, DispatchKey::AutocastCPU}) {
       if (!op->hasKernelForDispatchKey(key) || op->isKernelFallthroughKernel(key)) continue;
-      registrations().add(name, key, boxed(std::make_unique<AutocastKernel>(*op, key)));
+      auto kernel = boxed<AutocastKernel>(*op, key);
+      registered->push_back(dispatcher.registerImpl(name, key, std::move(kernel), std::nullopt, nullptr, "torch_offload"));
     }
   }
-}
-
-std::size_t interceptOperations() {
-  std::lock_guard lock(registrationsMutex);
-  auto& dispatcher = c10::Dispatcher::singleton();
-  std::size_t count = 0;
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    const auto op = dispatcher.findSchema(name);
-    if (!op || !isInterceptable(*op)) continue;
-    auto traits = std::make_shared<const OpTraits>(*op);
-    const bool composite = op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
-    if (composite || op->hasKernelForDispatchKey(DispatchKey::Autograd)) {
-      registrations().add(name, DispatchKey::AutogradPrivateUse1, boxed(std::make_unique<AutogradKernel>(*op, traits)));
-    }
-    if (!traits->convertsDevice) {
-      registrations().add(name, DispatchKey::PrivateUse1, boxed(std::make_unique<BackendKernel>(traits)));
-    }
-    ++count;
-  }
-  return count;
 }
 
 std::map<std::string, std::uint64_t> hostFallbacks() {

@@ -8,8 +8,8 @@
 
 namespace offload {
 
-/// Registers the generic kernel for every operation that the dispatcher knows and that isn't served yet; how many that were.
-/// Operations of any namespace, and those defined later, are found by calling it again.
+/// Registers the generic kernel for every operation of any namespace that the dispatcher knows and that isn't served yet; how many
+/// that were. Once more for what has been defined since; a call of any other operation on an offload tensor does so too.
 std::size_t interceptOperations();
 
 /// Puts a kernel above autocast's own for every operation that has one; to be called once, when the first offload tensor is made:

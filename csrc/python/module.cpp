@@ -91,7 +91,9 @@ PYBIND11_MODULE(_C, m) {
     return py::make_tuple(report.getSlots, report.isSlots, report.where);
   });
   m.def("intercept_operations", &interceptOperations);
+  Context::atFirstUse([] { interceptOperations(); });
   Context::atFirstUse(&interceptAutocast);
+  Context::atFirstUse(&interceptRecordStream);
 
   m.def("device_count", [] { return static_cast<int>(deviceCount()); });
   m.def("current_device", [] { return static_cast<int>(currentIndex()); });

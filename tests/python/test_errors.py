@@ -31,6 +31,18 @@ def fails_as_on(device, function):
     raise AssertionError("the plain device does not fail")
 
 
+def raises_as_on(device, function):
+    expected = fails_as_on(device, function)
+    with pytest.raises(type(expected)) as caught:
+        function(OFFLOAD)
+
+    def first(error):
+        text = re.sub(r"'?(offload|cuda|cpu)(:0)?'?", "device", str(error).splitlines()[0])
+        return re.sub(r"(PrivateUse1|CUDA|CPU)", "device", text)
+
+    assert first(caught.value) == first(expected)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -41,15 +53,13 @@ def fails_as_on(device, function):
         lambda d: torch.cat([torch.ones(2, 3, device=COMPUTE), torch.ones(2, 4, device=d)]),
         lambda d: F.layer_norm(torch.ones(2, 3, device=COMPUTE), (3,), torch.ones(4, device=d)),
         lambda d: torch.ones(2, 3, device=d).view(4),
-        lambda d: torch.ones(2, 3, device=d).index_select(0, torch.tensor([0.5], device=d)),
-        lambda d: torch.ones(3, device=d)[torch.tensor(4, device=d)] if d.type != "cuda" else 1 / 0,
         lambda d: torch.ones(2, 2, device=d).add_(torch.ones(3, device=d)),
         lambda d: torch.ones(2, device=d).backward(),
         lambda d: torch.ones(2, device=d).item(),
         lambda d: torch.ones(2, dtype=torch.int64, device=d, requires_grad=True),
         lambda d: torch.zeros(2, dtype=torch.int32, device=d).add_(1.5),
         lambda d: F.embedding(torch.tensor([0.5], device=COMPUTE), torch.ones(3, 2, device=d)),
-        lambda d: torch.linalg.inv(torch.zeros(2, 2, device=d)) if d.type != "cuda" else 1 / 0,
+        lambda d: torch.linalg.inv(torch.zeros(2, 2, device=d)),
         lambda d: torch.ones(2, requires_grad=True, device=d).add_(1),
         lambda d: torch.empty(-1, device=d),
         lambda d: torch.ones(2, 3, device=d).expand(3, 3),
@@ -57,15 +67,18 @@ def fails_as_on(device, function):
     ],
 )
 def test_the_plain_devices_error(function):
-    expected = fails_as_on(COMPUTE, function)
-    with pytest.raises(type(expected)) as caught:
-        function(OFFLOAD)
+    raises_as_on(COMPUTE, function)
 
-    def first(error):
-        text = re.sub(r"'?(offload|cuda|cpu)(:0)?'?", "device", str(error).splitlines()[0])
-        return re.sub(r"(PrivateUse1|CUDA|CPU)", "device", text)
 
-    assert first(caught.value) == first(expected)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda d: torch.ones(2, 3, device=d).index_select(0, torch.tensor([0.5], device=d)),
+        lambda d: torch.ones(3, device=d)[torch.tensor(4, device=d)],
+    ],
+)
+def test_a_movements_error_is_the_hosts(function):
+    raises_as_on(CPU, function)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
@@ -81,17 +94,7 @@ def test_dtype_mismatch(dtype, side):
         run(OFFLOAD)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        torch.sparse_coo,
-        pytest.param(
-            torch.sparse_csr,
-            marks=pytest.mark.xfail(strict=True, reason="PyTorch makes a CSR tensor of offload parts"),
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
 def test_sparse_layouts(layout):
     with pytest.raises((RuntimeError, NotImplementedError), match=r"offload.*(sparse|layout)|(sparse|layout).*offload"):
         torch.eye(3).to_sparse(layout=layout).to(OFFLOAD)
@@ -232,52 +235,6 @@ def test_memory_that_can_not_be_pinned_warns_once():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(8 << 18), str(4 << 18), "1", "True"]
-
-
-def test_an_operation_that_there_is_not():
-    library = torch.library.Library("offload_test", "DEF")
-    library.define("nothing(Tensor x) -> Tensor")
-    with pytest.raises(NotImplementedError, match="offload_test::nothing"):
-        torch.ops.offload_test.nothing(torch.ones(2, device=OFFLOAD))
-
-
-def test_an_operation_that_is_registered_after_the_import():
-    library = torch.library.Library("offload_late", "DEF")
-    library.define("twice(Tensor x, Tensor y) -> Tensor")
-    library.impl("twice", lambda x, y: 2 * x + y, "CPU")
-    library.impl("twice", lambda x, y: 2 * x + y, "CUDA")
-    x = torch.arange(3.0)
-    result = torch.ops.offload_late.twice(x.to(COMPUTE), x.to(OFFLOAD))
-    assert result.device == COMPUTE
-    assert_same(result, 3 * x)
-    alone = torch.ops.offload_late.twice(x.to(OFFLOAD), x.to(OFFLOAD))
-    assert alone.device.type == "offload"
-    assert_same(alone, 3 * x)
-
-
-@pytest.mark.xfail(
-    torch.__version__ >= "2.12",
-    strict=False,
-    reason="operations defined after the import are served below autograd only; fails after other tests under torch 2.15",
-)
-def test_a_custom_operation_of_two_tensors():
-    @torch.library.custom_op("offload_test2::scale", mutates_args=())
-    def scale(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        assert x.device == w.device
-        assert not w.is_offload or x.is_offload
-        return x * w
-
-    scale.register_autograd(
-        lambda ctx, g: (g * ctx.saved_tensors[1], g * ctx.saved_tensors[0]),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    )
-    x = torch.arange(3.0).to(COMPUTE).requires_grad_()
-    w = torch.full((3,), 2.0, device=OFFLOAD, requires_grad=True)
-    y = scale(x, w)
-    y.sum().backward()
-    assert y.device == COMPUTE
-    assert w.grad.is_offload
-    assert_same((y, x.grad, w.grad), (torch.arange(3.0) * 2, torch.full((3,), 2.0), torch.arange(3.0)))
 
 
 def test_an_error_inside_of_a_fetched_operation_leaves_nothing_pinned():

@@ -70,8 +70,17 @@ at::Scalar localScalarDense(const at::Tensor& self) {
   return at::_local_scalar_dense(hostAlias(self));
 }
 
-// Host memory belongs to no stream.
-void recordStream(at::Tensor& /*self*/, at::Stream /*stream*/) {}
+// Asked to bring a compressed sparse tensor to offload. PyTorch would make one of offload parts, which nothing computes on and
+// nothing brings back.
+at::Tensor refuseCompressed(
+    const at::Tensor& self, std::optional<at::ScalarType> /*type*/, std::optional<at::Layout> /*layout*/,
+    std::optional<at::Device> /*device*/, std::optional<bool> /*pinned*/, bool /*nonBlocking*/,
+    std::optional<at::MemoryFormat> /*format*/) {
+  TORCH_CHECK(
+      false, "offload: a tensor of shape ", self.sizes(), " and layout ", self.layout(),
+      " can't live on the offload device; offload tensors are dense, make it one with .to_dense() or keep it on ",
+      self.device(), ".");
+}
 
 } // namespace
 
@@ -88,7 +97,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copyFrom);
   m.impl("_copy_from_and_resize", copyFromAndResize);
   m.impl("_local_scalar_dense", localScalarDense);
-  m.impl("record_stream", recordStream);
+}
+
+TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
+  m.impl("_to_copy", refuseCompressed);
 }
 
 } // namespace offload
