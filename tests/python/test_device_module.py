@@ -77,18 +77,6 @@ def test_device_context():
     torch.offload.set_device("offload:0")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_devices():
-    with torch.offload.device(1):
-        assert torch.ones(1, device="offload").device.index == 1
-    a, b = torch.ones(2, 2, device="offload:1"), torch.ones(2, 2, device="cuda:1")
-    assert (a @ b).device == torch.device("cuda:1")
-    assert (a @ torch.ones(2, 2, device="cuda:0")).device == torch.device("cuda:0")
-    assert (a @ a).device == torch.device("offload:1")
-    assert a.to("offload:0").device == torch.device("offload:0")
-
-
 @pytest.mark.parametrize("index", [99, 7])
 def test_an_index_that_there_is_not(index):
     here = torch.offload.device_count()

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COMPUTE, GPU, OFFLOAD, grads, same, values
+from helpers import COMPUTE, CPU, GPU, OFFLOAD, assert_same, grads, same, values
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -131,6 +131,8 @@ def training(make, inputs, feed):
 @pytest.mark.parametrize("feed", ["plain", "offload"])
 @pytest.mark.parametrize("name", MODULES)
 def test_training(name, feed):
+    if GPU and name == "AdaptiveLogSoftmaxWithLoss":
+        pytest.skip("PyTorch's deterministic index_copy_ refuses a single row on CUDA, without offload too")
     make, inputs = MODULES[name]
     same(training(make, inputs, feed))
 
@@ -254,16 +256,21 @@ def test_initial_state_of_an_rnn(feed):
     "lazy", [lambda: nn.LazyLinear(3), lambda: nn.Sequential(nn.LazyConv2d(3, 2), nn.LazyBatchNorm2d())]
 )
 def test_lazy_modules(lazy):
-    def run(device):
-        net = lazy().to(device)
-        shape = (5, 6) if isinstance(net, nn.LazyLinear) else (2, 3, 4, 4)
+    """Parameters that the first input makes: with the values that a CPU model gets."""
+    net, cpu = lazy().to(OFFLOAD), lazy()
+    x = torch.randn((5, 6) if isinstance(net, nn.LazyLinear) else (2, 3, 4, 4))
+    for module, place in ((net, COMPUTE), (cpu, CPU)):
         torch.manual_seed(1)
-        y = net(torch.randn(shape).to(COMPUTE))
-        assert next(net.parameters()).device.type == device.type
+        module(x.to(place))
+    assert next(net.parameters()).is_offload
+    assert_same(dict(net.named_parameters()), dict(cpu.named_parameters()))
+    plain = copy.deepcopy(net).to(COMPUTE)
+    results = []
+    for module in (net, plain):
+        y = module(x.to(COMPUTE))
         y.square().sum().backward()
-        return y, grads(net), values(net)
-
-    same(run)
+        results.append((y, grads(module), values(module)))
+    assert_same(*results)
 
 
 def test_functional_call():

@@ -4,7 +4,9 @@ import threading
 
 import pytest
 import torch
-from helpers import OFFLOAD, SIM, data, grads, layers, same
+from helpers import COMPUTE, OFFLOAD, SIM, data, grads, layers, same
+
+import torch_offload
 
 
 def test_threads_on_one_model():
@@ -68,19 +70,61 @@ def test_side_streams_and_another_thread():
         plain.zero_grad()
 
 
+@pytest.fixture
+def small_ring():
+    """Memory that is given up is used again at once."""
+    before = torch_offload.get_ring_bytes()
+    torch_offload.set_ring_bytes(1 << 20)
+    yield
+    torch_offload.set_ring_bytes(before)
+
+
 @pytest.mark.gpu
-def test_fetched_on_one_stream_and_used_on_another():
-    weight = data(512, 512, device=OFFLOAD)
+def test_record_stream_keeps_what_was_fetched(small_ring):
+    """Fetched on one stream and used late on another, when others want the memory."""
+    weight = data(512, 512).to(OFFLOAD)
     expected = weight.cpu()
+    others = [data(512, 512, seed=k).to(OFFLOAD) for k in range(8)]
     side = torch.cuda.Stream()
-    for _ in range(20):
-        fetched = weight.to("cuda", non_blocking=True)
+    for _ in range(5):
+        fetched = torch.ops.offload.fetch(weight, COMPUTE)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
             copy = fetched * 1
-            fetched.record_stream(side)
+        fetched.record_stream(side)
         del fetched
-        for k in range(4):
-            data(512, 512, device=OFFLOAD, seed=k).to("cuda")
-        side.synchronize()
+        for other in others:
+            torch.ops.offload.fetch(other, COMPUTE)
+        torch.cuda.current_stream().wait_stream(side)
         assert torch.equal(copy.cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_record_stream_on_plain_tensors_is_pytorchs():
+    side = torch.cuda.Stream()
+    x = torch.ones(1 << 20, device="cuda")
+    address = x.data_ptr()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        y = x * 2
+    x.record_stream(side)
+    del x
+    assert torch.zeros(1 << 20, device="cuda").data_ptr() != address
+    torch.cuda.current_stream().wait_stream(side)
+    assert y.sum().item() == 2 << 20
+
+
+@pytest.mark.gpu
+def test_capture_with_offload_operands_is_refused():
+    weight = data(64, 64).to(OFFLOAD)
+    x = data(8, 64)
+    expected = x @ weight
+    torch.cuda.synchronize()
+    for _ in range(2):
+        with (
+            pytest.raises(RuntimeError, match="while a CUDA graph is being captured"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            x @ weight
+        assert torch.equal(x @ weight, expected)

@@ -22,8 +22,8 @@ for value in (view, torch.nn.Parameter(view.clone()), torch.Size([2]), torch.dev
 for zipped in (True, False):
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "view": view, "step": 3}, file, _use_new_zipfile_serialization=zipped)
-    # The older format writes addresses of storages.
-    print(len(file.getvalue()), hashlib.sha256(file.getvalue()).hexdigest()[:16] if zipped else "")
+    if zipped:  # the older format writes addresses of storages
+        print(len(file.getvalue()), hashlib.sha256(file.getvalue()).hexdigest()[:16])
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     print(bits(*loaded["model"].values(), loaded["view"]), loaded["view"].stride())
