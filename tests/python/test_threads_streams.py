@@ -84,7 +84,7 @@ def test_record_stream_keeps_what_was_fetched(small_ring):
     """Fetched on one stream and used late on another, when others want the memory."""
     weight = data(512, 512).to(OFFLOAD)
     expected = weight.cpu()
-    others = [data(512, 512, seed=k).to(OFFLOAD) for k in range(8)]
+    others = [data(512, 512, seed=100 + k).to(OFFLOAD) for k in range(8)]
     side = torch.cuda.Stream()
     for _ in range(5):
         fetched = torch.ops.offload.fetch(weight, COMPUTE)

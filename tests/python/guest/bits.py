@@ -1,6 +1,7 @@
 """Prints values so that equal text means equal bits. The programs of this folder use it."""
 
 import hashlib
+import os
 import warnings
 from collections.abc import Callable
 
@@ -32,4 +33,5 @@ def outcome(action: Callable[[], object]) -> str:
         except Exception as error:
             # What follows the first line is where it was raised, in C++ frames.
             text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return " | ".join([text, *(str(warning.message) for warning in caught)])
+    said = " | ".join([text, *(str(warning.message) for warning in caught)])
+    return said.replace(f"pid={os.getpid()}", "pid")
