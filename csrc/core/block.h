@@ -44,6 +44,9 @@ struct Block {
   /// Threads that are about to enqueue a copy from or to these bytes; nobody waits for tokens before it is zero.
   int issuing = 0;
   int leases = 0;
+  /// For Schedule: how often any extent was fetched, and whether it knows one.
+  std::uint64_t fetches = 0;
+  bool scheduled = false;
   std::vector<std::shared_ptr<Slot>> slots;
   /// Keeps Foreign memory alive.
   std::shared_ptr<void> owner;

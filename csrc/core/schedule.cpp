@@ -1,0 +1,98 @@
+#include "core/schedule.h"
+
+#include "core/block.h"
+
+#include <algorithm>
+
+namespace offload {
+namespace {
+
+// What is smaller costs more in calls than in bytes: it stays before anything else does.
+constexpr std::size_t kSmall = std::size_t{1} << 20;
+constexpr std::uint64_t kFetchesToBelieve = 16;
+// An order that does not repeat is not worth more memory than this.
+constexpr std::size_t kLongestPass = std::size_t{1} << 16;
+
+} // namespace
+
+bool Schedule::record(Block& block, Extent extent) {
+  if (++block.fetches < kFetchesToBelieve && block.born == Born::Device) return false;
+  block.scheduled = true;
+  Entry* entry = &entries_[{&block, extent}];
+  const bool ended = entry->lastPass == number_ || current_.order.size() == kLongestPass;
+  if (ended) {
+    finishPass();
+    entry = &entries_[{&block, extent}];
+  }
+  entry->lastPass = number_;
+  current_.order.push_back({&block, extent});
+  current_.bytes += extent.bytes();
+  return ended;
+}
+
+void Schedule::finishPass() {
+  const bool news =
+      std::any_of(current_.order.begin(), current_.order.end(), [this](const Key& key) { return !entries_[key].planned; });
+  if (news && current_.bytes >= planned_.bytes) {
+    for (const Key& key : planned_.order) entries_[key].planned = false;
+    planned_ = std::move(current_);
+    for (const Key& key : planned_.order) entries_[key].planned = true;
+  }
+  current_ = {};
+  ++number_;
+  std::erase_if(entries_, [](const auto& item) { return !item.second.planned; });
+}
+
+bool Schedule::plan(std::size_t budget) {
+  bool changed = false;
+  auto choose = [&changed](Entry& entry, bool stays) {
+    changed = changed || entry.stays != stays;
+    entry.stays = stays;
+  };
+  std::size_t left = budget;
+  std::size_t large = 0;
+  for (const Key& key : planned_.order) {
+    const std::size_t bytes = key.extent.bytes();
+    if (bytes > kSmall) {
+      large += bytes;
+    } else {
+      const bool fits = bytes <= left;
+      choose(entries_[key], fits);
+      if (fits) left -= bytes;
+    }
+  }
+  // As a line is drawn in pixels: every extent adds its share of the budget, and who brings the sum to a whole extent stays.
+  const double share = large <= left ? 1.0 : static_cast<double>(left) / static_cast<double>(large);
+  double due = 0;
+  for (const Key& key : planned_.order) {
+    const std::size_t bytes = key.extent.bytes();
+    if (bytes <= kSmall) continue;
+    due += share * static_cast<double>(bytes);
+    const bool stays = share >= 1.0 || (due >= static_cast<double>(bytes) / 2 && bytes <= left);
+    choose(entries_[key], stays);
+    if (!stays) continue;
+    due -= static_cast<double>(bytes);
+    left -= bytes;
+  }
+  return changed;
+}
+
+bool Schedule::keeps(const Block& block, Extent extent, bool room) const {
+  const auto found = entries_.find({&block, extent});
+  if (found != entries_.end() && found->second.planned) return found->second.stays;
+  return room && block.born == Born::Host;
+}
+
+void Schedule::forget(const Block& block) noexcept {
+  if (!block.scheduled) return;
+  auto isOf = [&block](const Key& key) { return key.block == &block; };
+  for (Pass* pass : {&current_, &planned_}) {
+    std::erase_if(pass->order, [&](const Key& key) {
+      if (isOf(key)) pass->bytes -= key.extent.bytes();
+      return isOf(key);
+    });
+  }
+  std::erase_if(entries_, [&](const auto& item) { return isOf(item.first); });
+}
+
+} // namespace offload

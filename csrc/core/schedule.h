@@ -1,0 +1,71 @@
+// The recorded order of fetches, and what of it is worth keeping on the device.
+//
+// Note [What is kept]
+// A model asks for its weights in the same order again and again. Of such a cycle no cache saves more bytes than a fixed set: the
+// least recently used one is just the one that comes next. Spread evenly over the order, the set also leaves the link some work
+// between any two stretches of compute. So a *pass*, fetches until one repeats, is recorded; at its end every extent is told
+// whether it stays, small ones first. Forward and backward are two passes of opposite order; the longer one makes the
+// plan, and keeps it while no extent is new. An
+// extent that no plan knows yet stays if there is room, which fills an empty budget within the first pass. What was born on the
+// device is mostly an activation, used a few times and gone: it counts after sixteen fetches only.
+#pragma once
+
+#include "core/extent.h"
+
+#include <cstdint>
+#include <functional>
+#include <unordered_map>
+#include <vector>
+
+namespace offload {
+
+struct Block;
+
+/// Of one device; guarded by Residency.
+class Schedule {
+ public:
+  /// Notes that an extent is fetched; true when that has ended a pass, and plan() is due.
+  bool record(Block& block, Extent extent);
+
+  /// Chooses what stays within `budget` bytes; true if that is another choice than before.
+  bool plan(std::size_t budget);
+
+  /// Whether an extent stays when nothing pins it; `room` says whether it could.
+  bool keeps(const Block& block, Extent extent, bool room) const;
+
+  void forget(const Block& block) noexcept;
+
+  std::size_t entryCount() const noexcept {
+    return entries_.size();
+  }
+
+ private:
+  struct Key {
+    const Block* block;
+    Extent extent;
+    friend bool operator==(const Key&, const Key&) = default;
+  };
+  struct KeyHash {
+    std::size_t operator()(const Key& key) const noexcept {
+      return std::hash<const void*>()(key.block) ^ (key.extent.begin * 0x9E3779B97F4A7C15U);
+    }
+  };
+  struct Entry {
+    std::uint64_t lastPass = 0;
+    bool planned = false;
+    bool stays = false;
+  };
+  struct Pass {
+    std::vector<Key> order;
+    std::size_t bytes = 0; // without what has been forgotten
+  };
+
+  void finishPass();
+
+  std::unordered_map<Key, Entry, KeyHash> entries_;
+  std::uint64_t number_ = 1;
+  Pass current_;
+  Pass planned_;
+};
+
+} // namespace offload
