@@ -16,12 +16,16 @@ void requireWithin(const Block& block, Extent extent) {
       std::to_string(block.bytes) + " bytes.");
 }
 
+HostMemory memoryOf(const Block& block) {
+  return block.kind == BlockKind::Pinned ? HostMemory::Pinned : HostMemory::Pageable;
+}
+
 } // namespace
 
 Residency::Residency(Link& link, ResidencyOptions options)
     : link_(link), events_(link), ringBytes_(options.ringBytes), options_(options) {
   for (int index = 0; index < link.deviceCount(); ++index) {
-    devices_.push_back(std::make_unique<Device>(link, events_, index, options.copyDelay));
+    devices_.push_back(std::make_unique<Device>(link, events_, index, TransferOptions{options.copyDelay, options.chunkBytes}));
   }
 }
 
@@ -75,18 +79,19 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
 
   release(retired);
   Pin pinned(*this, slot, nullptr, stream); // gives the Slot up if anything throws
+  TokenSet reads;
   std::exception_ptr failure;
   try {
     slot->buffer = allocate(dev, slot->buffer.bytes);
     slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
-    copyIn(*slot, block, dev, after, stream);
+    copyIn(*slot, block, dev, after, stream, reads);
   } catch (...) {
     failure = std::current_exception();
   }
 
   lock.lock();
   --block.issuing;
-  block.readers.add(slot->ready); // the copy may be on its way although something failed
+  block.readers.add(reads); // the copy may be on its way although something failed
   if (!failure) {
     slot->become(SlotState::Clean);
     slot->block = &block;
@@ -99,10 +104,11 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   return pinned;
 }
 
-void Residency::copyIn(Slot& slot, const Block& block, Device& dev, const std::vector<Token>& after, Stream stream) {
+void Residency::copyIn(
+    Slot& slot, const Block& block, Device& dev, const std::vector<Token>& after, Stream stream, TokenSet& reads) {
   if (options_.poison) link_.fill(slot.buffer.data, 0xFF, slot.buffer.bytes, slot.buffer.home);
   const auto* host = static_cast<const std::byte*>(block.data) + slot.extent.begin;
-  slot.ready = dev.transfer.toDevice(slot.data, host, slot.extent.bytes(), after);
+  slot.ready = dev.transfer.toDevice(slot.data, host, slot.extent.bytes(), memoryOf(block), after, reads);
   slot.ready.orderBefore(stream);
 }
 
@@ -151,10 +157,10 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     ++block.issuing;
   }
   release(retired);
-  Token home;
+  TokenSet home;
   std::exception_ptr failure;
   try {
-    home = dev.transfer.toHost(block.data, slot->data, block.bytes, after);
+    dev.transfer.toHost(block.data, slot->data, block.bytes, memoryOf(block), after, home);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -188,11 +194,11 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
     block.readers.appendTo(after);
     ++block.issuing;
   }
-  Token home;
+  TokenSet home;
   std::exception_ptr failure;
   try {
-    home = dev.transfer.toHost(static_cast<std::byte*>(block.data) + extent.begin, source, extent.bytes(), after);
-    home.orderBefore(producer);
+    auto* const host = static_cast<std::byte*>(block.data) + extent.begin;
+    dev.transfer.toHost(host, source, extent.bytes(), memoryOf(block), after, home).orderBefore(producer);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -386,8 +392,7 @@ std::size_t Residency::emptyCache(int index) {
 void Residency::drain(bool close) {
   settle();
   for (auto& dev : devices_) {
-    events_.record(dev->transfer.deviceBound()).wait();
-    events_.record(dev->transfer.hostBound()).wait();
+    dev->transfer.drain();
   }
   Lock lock(mutex_);
   closed_ = closed_ || close;

@@ -40,6 +40,8 @@ struct ResidencyOptions {
   bool poison = false;
   /// For tests: every copy waits this long on its stream first.
   std::chrono::microseconds copyDelay{0};
+  /// Memory that is not page-locked is copied in pieces of this size.
+  std::size_t chunkBytes = TransferOptions{}.chunkBytes;
 };
 
 class Residency {
@@ -87,7 +89,7 @@ class Residency {
   using Lock = std::unique_lock<std::mutex>;
 
   struct Device {
-    Device(Link& link, EventPool& events, int index, std::chrono::microseconds delay) : transfer(link, events, index, delay) {}
+    Device(Link& link, EventPool& events, int index, TransferOptions options) : transfer(link, events, index, options) {}
     Transfer transfer;
     SlotQueue queue;
   };
@@ -101,7 +103,7 @@ class Residency {
   void release(Slots& retired) noexcept;
   void settle() noexcept;
   DeviceBuffer allocate(Device& device, std::size_t bytes);
-  void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, Stream stream);
+  void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, Stream stream, TokenSet& reads);
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
   void endLease(Block& block, Access access) noexcept;
   void refuseCapture(Stream stream, const char* what);

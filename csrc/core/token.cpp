@@ -129,12 +129,20 @@ void TokenSet::add(Token token) {
   tokens_.push_back(std::move(token));
 }
 
+void TokenSet::add(const TokenSet& others) {
+  for (const Token& token : others.tokens_) add(token);
+}
+
 void TokenSet::prune() {
   std::erase_if(tokens_, [](const Token& token) { return token.knownDone(); });
 }
 
 void TokenSet::appendTo(std::vector<Token>& out) const {
   out.insert(out.end(), tokens_.begin(), tokens_.end());
+}
+
+void TokenSet::wait() const {
+  for (const Token& token : tokens_) token.wait();
 }
 
 std::vector<Token> TokenSet::take() noexcept {

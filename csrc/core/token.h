@@ -56,6 +56,7 @@ class TokenSet {
  public:
   /// Takes the place of the tokens that it implies: a set holds a few tokens for each stream, however often it is added to.
   void add(Token token);
+  void add(const TokenSet& others);
   /// Forgets tokens that are known to be done.
   void prune();
   const std::vector<Token>& all() const noexcept {
@@ -63,6 +64,8 @@ class TokenSet {
   }
   void appendTo(std::vector<Token>& out) const;
   std::vector<Token> take() noexcept;
+  /// Blocks the host until all are done.
+  void wait() const;
   bool empty() const noexcept {
     return tokens_.empty();
   }

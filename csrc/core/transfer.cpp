@@ -1,37 +1,119 @@
 #include "core/transfer.h"
 
+#include <algorithm>
+#include <cstring>
 #include <thread>
 
 namespace offload {
+namespace {
 
-Transfer::Transfer(Link& link, EventPool& events, int device, std::chrono::microseconds delay)
-    : link_(link), events_(events), delay_(delay), toDevice_(link.createStream(device)), toHost_(link.createStream(device)) {}
+HostTask copyTask(void* to, const void* from, std::size_t bytes) {
+  return {[=] { std::memcpy(to, from, bytes); }, {{from, bytes, Access::Read}, {to, bytes, Access::Write}}};
+}
 
-Transfer::~Transfer() {
-  link_.destroyStream(toDevice_);
-  link_.destroyStream(toHost_);
+void orderBefore(std::span<const Token> tokens, Stream stream) {
+  for (const Token& token : tokens) token.orderBefore(stream);
+}
+
+} // namespace
+
+Transfer::Transfer(Link& link, EventPool& events, int device, TransferOptions options)
+    : link_(link),
+      events_(events),
+      delay_(options.delay),
+      toDevice_(link, events, device, options.chunkBytes),
+      toHost_(link, events, device, options.chunkBytes) {}
+
+Token Transfer::toDevice(
+    void* device, const void* host, std::size_t bytes, HostMemory memory, std::span<const Token> after, TokenSet& reads) {
+  if (memory == HostMemory::Pageable) {
+    if (auto chunk = toDevice_.ring.take()) {
+      const auto* const from = static_cast<const std::byte*>(host);
+      return bounceToDevice(std::move(chunk), static_cast<std::byte*>(device), from, bytes, after, reads);
+    }
+  }
+  orderBefore(after, deviceBound());
+  send(device, host, bytes);
+  ++copiesToDevice_;
+  Token done = events_.record(deviceBound());
+  reads.add(done);
+  return done;
+}
+
+Token Transfer::bounceToDevice(
+    BounceRing::Taken chunk, std::byte* device, const std::byte* host, std::size_t bytes, std::span<const Token> after,
+    TokenSet& reads) {
+  orderBefore(after, toDevice_.executor.stream());
+  Token done;
+  for (std::size_t at = 0; at < bytes; at += toDevice_.ring.chunkBytes()) {
+    if (at > 0) toDevice_.ring.exchange(chunk);
+    const std::size_t piece = std::min(bytes - at, toDevice_.ring.chunkBytes());
+    chunk->lastUse = toDevice_.executor.submit(copyTask(chunk->data, host + at, piece), {&chunk->lastUse, 1});
+    reads.add(chunk->lastUse);
+    chunk->lastUse.orderBefore(deviceBound());
+    send(device + at, chunk->data, piece);
+    done = chunk->lastUse = events_.record(deviceBound());
+  }
+  ++copiesToDevice_;
+  return done;
+}
+
+Token Transfer::toHost(
+    void* host, const void* device, std::size_t bytes, HostMemory memory, std::span<const Token> after, TokenSet& uses) {
+  orderBefore(after, hostBound());
+  if (memory == HostMemory::Pageable) {
+    if (auto chunk = toHost_.ring.take()) {
+      const auto* const from = static_cast<const std::byte*>(device);
+      return bounceToHost(std::move(chunk), static_cast<std::byte*>(host), from, bytes, uses);
+    }
+  }
+  receive(host, device, bytes);
+  ++copiesToHost_;
+  Token done = events_.record(hostBound());
+  uses.add(done);
+  return done;
+}
+
+Token Transfer::bounceToHost(
+    BounceRing::Taken chunk, std::byte* host, const std::byte* device, std::size_t bytes, TokenSet& uses) {
+  Token done;
+  for (std::size_t at = 0; at < bytes; at += toHost_.ring.chunkBytes()) {
+    if (at > 0) toHost_.ring.exchange(chunk);
+    const std::size_t piece = std::min(bytes - at, toHost_.ring.chunkBytes());
+    chunk->lastUse.orderBefore(hostBound());
+    receive(chunk->data, device + at, piece);
+    chunk->lastUse = events_.record(hostBound());
+    uses.add(chunk->lastUse);
+    done = chunk->lastUse = toHost_.executor.submit(copyTask(host + at, chunk->data, piece), {&chunk->lastUse, 1});
+    uses.add(done);
+  }
+  ++copiesToHost_;
+  uses.take(); // which `done` implies
+  uses.add(done);
+  return done;
+}
+
+void Transfer::send(void* device, const void* host, std::size_t bytes) {
+  sleep(deviceBound());
+  link_.copyToDevice(device, host, bytes, deviceBound());
+  bytesToDevice_ += bytes;
+}
+
+void Transfer::receive(void* host, const void* device, std::size_t bytes) {
+  sleep(hostBound());
+  link_.copyToHost(host, device, bytes, hostBound());
+  bytesToHost_ += bytes;
 }
 
 void Transfer::sleep(Stream stream) {
   if (delay_.count() > 0) link_.launchHost([delay = delay_] { std::this_thread::sleep_for(delay); }, stream);
 }
 
-Token Transfer::toDevice(void* device, const void* host, std::size_t bytes, std::span<const Token> after) {
-  for (const Token& token : after) token.orderBefore(toDevice_);
-  sleep(toDevice_);
-  link_.copyToDevice(device, host, bytes, toDevice_);
-  bytesToDevice_ += bytes;
-  ++copiesToDevice_;
-  return events_.record(toDevice_);
-}
-
-Token Transfer::toHost(void* host, const void* device, std::size_t bytes, std::span<const Token> after) {
-  for (const Token& token : after) token.orderBefore(toHost_);
-  sleep(toHost_);
-  link_.copyToHost(host, device, bytes, toHost_);
-  bytesToHost_ += bytes;
-  ++copiesToHost_;
-  return events_.record(toHost_);
+void Transfer::drain() {
+  for (const Lane* lane : {&toDevice_, &toHost_}) {
+    events_.record(lane->stream.get()).wait();
+    events_.record(lane->executor.stream()).wait();
+  }
 }
 
 TransferStats Transfer::stats() const {

@@ -1,13 +1,21 @@
 // The copy streams of one device.
 #pragma once
 
-#include "core/token.h"
+#include "core/bounce_ring.h"
+#include "core/executor.h"
 
 #include <atomic>
 #include <chrono>
 #include <span>
 
 namespace offload {
+
+struct TransferOptions {
+  /// Each copy waits this long on its stream first, for tests.
+  std::chrono::microseconds delay{0};
+  /// Memory that is not page-locked is copied in pieces of this size.
+  std::size_t chunkBytes = std::size_t{4} << 20;
+};
 
 struct TransferStats {
   std::uint64_t bytesToDevice = 0;
@@ -16,37 +24,60 @@ struct TransferStats {
   std::uint64_t copiesToHost = 0;
 };
 
-/// One stream for each direction, so that the link carries both at once. Nothing here waits on the host.
+/// What the host end of a copy is.
+enum class HostMemory { Pinned, Pageable };
+
+/// One stream for each direction, so that the link carries both at once, and beside it host tasks and a ring of page-locked chunks
+/// for memory that is pageable: see Note [Bounce ring]. Nothing here waits on the host, but where the ring can't be had, copies
+/// of pageable memory do so in the Link. Threads may copy at once.
 class Transfer {
  public:
-  /// Each copy waits `delay` on its stream first, for tests.
-  Transfer(Link& link, EventPool& events, int device, std::chrono::microseconds delay = {});
-  ~Transfer();
+  Transfer(Link& link, EventPool& events, int device, TransferOptions options = {});
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
-  /// Each runs after all of `after` and returns the token of the copy.
-  Token toDevice(void* device, const void* host, std::size_t bytes, std::span<const Token> after);
-  Token toHost(void* host, const void* device, std::size_t bytes, std::span<const Token> after);
+  /// Copies after all of `after`; the token says that the whole is done. `reads`, given empty, gets what tells that the host bytes
+  /// have been read, also where this throws midway. What is then on its way to the device is in the order of deviceBound().
+  Token toDevice(
+      void* device, const void* host, std::size_t bytes, HostMemory memory, std::span<const Token> after, TokenSet& reads);
+  /// The same the other way; `uses` gets what tells that neither end is used any more.
+  Token toHost(
+      void* host, const void* device, std::size_t bytes, HostMemory memory, std::span<const Token> after, TokenSet& uses);
 
   /// Where memory that is filled by toDevice() is allocated and given back.
   Stream deviceBound() const noexcept {
-    return toDevice_;
+    return toDevice_.stream.get();
   }
   Stream hostBound() const noexcept {
-    return toHost_;
+    return toHost_.stream.get();
   }
+  /// Waits on the host for all copies.
+  void drain();
 
   TransferStats stats() const;
 
  private:
+  struct Lane {
+    Lane(Link& link, EventPool& events, int device, std::size_t chunkBytes)
+        : stream(link, device), executor(link, events, device), ring(link, chunkBytes) {}
+    const OwnedStream stream;
+    Executor executor;
+    BounceRing ring; // goes first: it waits for what uses it
+  };
+
+  Token bounceToDevice(
+      BounceRing::Taken chunk, std::byte* device, const std::byte* host, std::size_t bytes, std::span<const Token> after,
+      TokenSet& reads);
+  Token bounceToHost(BounceRing::Taken chunk, std::byte* host, const std::byte* device, std::size_t bytes, TokenSet& uses);
+  void send(void* device, const void* host, std::size_t bytes);
+  void receive(void* host, const void* device, std::size_t bytes);
   void sleep(Stream stream);
 
   Link& link_;
   EventPool& events_;
   const std::chrono::microseconds delay_;
-  const Stream toDevice_;
-  const Stream toHost_;
+  Lane toDevice_;
+  Lane toHost_;
   std::atomic<std::uint64_t> bytesToDevice_{0};
   std::atomic<std::uint64_t> bytesToHost_{0};
   std::atomic<std::uint64_t> copiesToDevice_{0};

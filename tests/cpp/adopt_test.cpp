@@ -19,6 +19,13 @@ void onEverySeed(Body body) {
   }
 }
 
+/// A result of these bytes whose copy into an extent of the block is on its way; whoever drops it frees the memory.
+DeviceBuffer storeResult(Rig& rig, Block& block, Extent extent, const Bytes& bytes, Stream producer) {
+  DeviceBuffer result = rig.newResult(producer, bytes);
+  rig.cache.store(block, extent, result.data, producer);
+  return result;
+}
+
 TEST(Adopt, TheBytesComeHome) {
   onEverySeed([](Rig& rig, Stream stream) {
     const auto block = rig.newBlock(1000);
@@ -129,8 +136,7 @@ TEST(Store, CopiesHomeBeforeTheSourceIsOverwritten) {
   onEverySeed([](Rig& rig, Stream stream) {
     const auto block = rig.newBlock(pattern(1, 1000));
     {
-      const DeviceBuffer result = rig.newResult(stream, pattern(2, 1000));
-      rig.cache.store(*block, {0, 1000}, result.data, stream);
+      const DeviceBuffer result = storeResult(rig, *block, {0, 1000}, pattern(2, 1000), stream);
       rig.writeOnDevice(stream, result.data, pattern(3, 1000));
     }
     EXPECT_EQ(rig.read(*block), pattern(2, 1000));
@@ -140,8 +146,7 @@ TEST(Store, CopiesHomeBeforeTheSourceIsOverwritten) {
 TEST(Store, OfAPartLeavesTheRest) {
   onEverySeed([](Rig& rig, Stream stream) {
     const auto block = rig.newBlock(pattern(1, 1000));
-    const DeviceBuffer result = rig.newResult(stream, pattern(2, 100));
-    rig.cache.store(*block, {300, 400}, result.data, stream);
+    const DeviceBuffer result = storeResult(rig, *block, {300, 400}, pattern(2, 100), stream);
     Bytes expected = pattern(1, 1000);
     const Bytes stored = pattern(2, 100);
     std::copy(stored.begin(), stored.end(), expected.begin() + 300);
@@ -159,8 +164,7 @@ TEST(Store, ComesAfterCopiesOutAndMakesSlotsStale) {
     const auto block = rig.newBlock(pattern(1, 1000));
     const Pin old = rig.cache.fetch(*block, {0, 1000}, other);
     const auto before = rig.readOnDevice(other, old.data(), 1000);
-    const DeviceBuffer result = rig.newResult(stream, pattern(2, 1000));
-    rig.cache.store(*block, {0, 1000}, result.data, stream);
+    const DeviceBuffer result = storeResult(rig, *block, {0, 1000}, pattern(2, 1000), stream);
     const Pin now = rig.cache.fetch(*block, {0, 1000}, other);
     EXPECT_EQ(rig.cache.stats(0).hits, 0U);
     const auto after = rig.readOnDevice(other, now.data(), 1000);
@@ -176,8 +180,7 @@ TEST(Store, StoresFromSeveralStreamsKeepTheirOrder) {
     const auto block = rig.newBlock(pattern(1, 1000));
     for (std::uint64_t i = 2; i < 6; ++i) {
       const Stream producer = i % 2 == 0 ? stream : other;
-      const DeviceBuffer result = rig.newResult(producer, pattern(i, 1000));
-      rig.cache.store(*block, {0, 1000}, result.data, producer);
+      storeResult(rig, *block, {0, 1000}, pattern(i, 1000), producer);
     }
     EXPECT_EQ(rig.read(*block), pattern(5, 1000));
   });

@@ -57,7 +57,8 @@ struct BasicRig {
 
   BlockPtr newBlock(std::size_t bytes) {
     const HostRange range = arena.allocate(bytes);
-    return {new Block(range.data, bytes, BlockKind::Pinned, Born::Host, 0), Return{this}};
+    const BlockKind kind = range.pinned ? BlockKind::Pinned : BlockKind::Pageable;
+    return {new Block(range.data, bytes, kind, Born::Host, 0), Return{this}};
   }
   BlockPtr newBlock(const Bytes& value) {
     BlockPtr block = newBlock(value.size());

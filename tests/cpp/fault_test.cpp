@@ -11,16 +11,18 @@ using namespace core_test;
 
 constexpr std::size_t kBytes = 1000;
 
-CoreOptions options(std::uint64_t seed) {
+CoreOptions options(std::uint64_t seed, bool pageable) {
   CoreOptions options;
   options.sim.seed = seed;
+  options.arena.pinnedLimit = pageable ? 0 : SIZE_MAX;
+  options.cache.chunkBytes = kBytes / 4;
   options.cache.ringBytes = 1024;
   options.cache.poison = seed % 2 == 1;
   return options;
 }
 
 struct Faulty {
-  explicit Faulty(CoreOptions options) : rig(options) {
+  explicit Faulty(const CoreOptions& options) : rig(options) {
     one = rig.newBlock(pattern(1, kBytes));
     two = rig.newBlock(pattern(2, kBytes));
   }
@@ -119,36 +121,43 @@ void expectWholeAfter(Faulty& on) {
   EXPECT_EQ(on.rig.arena.stats().reserved, 0U);
 }
 
-TEST(Fault, EachCallFailsOnce) {
+void failEachCall(const Scenario& scenario, std::uint64_t seed, bool pageable) {
+  bool failed = true;
+  for (std::uint64_t n = 1; failed; ++n) {
+    SCOPED_TRACE(std::string(scenario.name) + ", call " + std::to_string(n) + ", seed " + std::to_string(seed));
+    Faulty on(options(seed, pageable));
+    scenario.before(on);
+    on.rig.link.fail(n);
+    try {
+      scenario.operation(on);
+    } catch (const Error&) {
+      EXPECT_EQ(on.rig.link.failures(), 1U);
+    }
+    failed = on.rig.link.failures() > 0;
+    on.rig.link.fail(0);
+    ASSERT_NO_THROW(expectWholeAfter(on));
+    ASSERT_FALSE(testing::Test::HasFailure());
+    ASSERT_LT(n, 100U);
+  }
+}
+
+class Fault : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Memory, Fault, testing::Bool(), [](const auto& info) { return info.param ? "Pageable" : "Pinned"; });
+
+TEST_P(Fault, EachCallFailsOnce) {
   for (const Scenario& scenario : scenarios()) {
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
-      bool failed = true;
-      for (std::uint64_t n = 1; failed; ++n) {
-        SCOPED_TRACE(std::string(scenario.name) + ", call " + std::to_string(n) + ", seed " + std::to_string(seed));
-        Faulty on(options(seed));
-        scenario.before(on);
-        on.rig.link.fail(n);
-        try {
-          scenario.operation(on);
-        } catch (const Error&) {
-          EXPECT_EQ(on.rig.link.failures(), 1U);
-        }
-        failed = on.rig.link.failures() > 0;
-        on.rig.link.fail(0);
-        ASSERT_NO_THROW(expectWholeAfter(on));
-        ASSERT_FALSE(testing::Test::HasFailure());
-        ASSERT_LT(n, 100U);
-      }
+      ASSERT_NO_FATAL_FAILURE(failEachCall(scenario, seed, GetParam()));
     }
   }
 }
 
-TEST(Fault, TheDeviceIsLost) {
+TEST_P(Fault, TheDeviceIsLost) {
   for (const Scenario& scenario : scenarios()) {
     bool failed = true;
     for (std::uint64_t n = 1; failed; ++n) {
       SCOPED_TRACE(std::string(scenario.name) + ", call " + std::to_string(n));
-      CoreOptions lost = options(n);
+      CoreOptions lost = options(n, GetParam());
       lost.sim.detectRaces = false; // nothing can be ordered any more
       Faulty on(lost);
       scenario.before(on);
@@ -178,10 +187,10 @@ TEST(Fault, TheDeviceIsLost) {
   }
 }
 
-TEST(Fault, AFailedFetchHasReadTheHostBytes) {
+TEST_P(Fault, AFailedFetchHasReadTheHostBytes) {
   // Whichever call fails, a copy that was enqueued before is waited for by the next write.
-  for (std::uint64_t n = 1; n < 20; ++n) {
-    Faulty on(options(n));
+  for (std::uint64_t n = 1; n < 60; ++n) {
+    Faulty on(options(n, GetParam()));
     on.rig.link.fail(n);
     try {
       on.rig.cache.fetch(*on.one, {0, kBytes}, on.stream);

@@ -121,7 +121,21 @@ class Program {
     options.arena.sharedRegionBytes = std::size_t{4096} << random_.below(3);
     options.arena.ownRegionBytes = random_.oneIn(4) ? 1024 : 1 << 14;
     options.arena.poison = random_.oneIn(4);
+    limitPageLocking(options, seed);
     return options;
+  }
+
+  /// Blocks are pageable where the Arena is past its limit, and have no ring where the system refuses too.
+  static void limitPageLocking(CoreOptions& options, std::uint64_t seed) {
+    SimRandom random(~seed); // not the program's own numbers, which would make other programs of known seeds
+    options.cache.chunkBytes = std::size_t{128} << random.below(5);
+    if (random.oneIn(2)) {
+      options.arena.pinnedLimit = random.below(1 << 14);
+    }
+    options.sim.wantsRegistration = true;
+    if (random.oneIn(4)) {
+      options.sim.registrationLimit = random.below(1 << 14);
+    }
   }
 
   void act() {

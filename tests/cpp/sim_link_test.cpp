@@ -205,6 +205,18 @@ TEST(SimLink, ManyOperationsDoNotPileUp) {
   EXPECT_EQ(ran, 90);
 }
 
+TEST(SimLink, RefusesToPageLockPastALimit) {
+  EXPECT_FALSE(SimLink().wantsRegistration());
+  Bytes host{};
+  SimLink link({.wantsRegistration = true, .registrationLimit = size});
+  EXPECT_TRUE(link.wantsRegistration());
+  EXPECT_FALSE(link.registerHost(host.data(), size + 1));
+  EXPECT_TRUE(link.registerHost(host.data(), size));
+  EXPECT_FALSE(link.registerHost(host.data(), 1));
+  link.unregisterHost(host.data(), size);
+  EXPECT_TRUE(link.registerHost(host.data(), 1));
+}
+
 TEST(SimLink, DevicesHaveStreamsEventsAndMemoryOfTheirOwn) {
   SimLink link({.devices = 2, .deviceBytes = 256});
   EXPECT_EQ(link.deviceCount(), 2);

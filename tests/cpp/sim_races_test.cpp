@@ -109,7 +109,7 @@ TEST(SimRaces, AHostTasksAccessesCount) {
   for (const bool ordered : {false, true}) {
     const Bytes pageable{};
     const auto body = [&](Rig& rig) {
-      rig.link.launchHost([&] { rig.link.hostAccess(pageable.data(), size, Access::Write); }, rig.one);
+      rig.link.launchHost({[] {}, {{pageable.data(), size, Access::Write}}}, rig.one);
       rig.link.record(rig.event, rig.one);
       if (ordered) {
         rig.link.synchronize(rig.event);
@@ -119,7 +119,7 @@ TEST(SimRaces, AHostTasksAccessesCount) {
     if (ordered) {
       expectNoReport(body);
     } else {
-      expectReport(body, {"race: host task #", "on stream 1 writes", "by the host, which reads"});
+      expectReport(body, {"race: access #", "by the host reads 64 host bytes", "host task #", "on stream 1, which writes"});
     }
   }
 }

@@ -71,11 +71,16 @@ CoreOptions options(std::uint64_t seed) {
   options.sim.devices = 1 + static_cast<int>(seed % 2);
   options.cache.ringBytes = 2048;
   options.cache.evictAtUnpin = seed == 2;
+  if (seed == 3) { // pageable memory, in several pieces, sometimes without a chunk of the ring
+    options.arena.pinnedLimit = 0;
+    options.cache.chunkBytes = 100;
+    options.sim.registrationLimit = 4 * BounceRing::kChunks * options.cache.chunkBytes;
+  }
   return options;
 }
 
 TEST(Threads, FetchReadAndEvictSharedBlocks) {
-  for (const std::uint64_t seed : {0, 1, 2}) {
+  for (const std::uint64_t seed : {0, 1, 2, 3}) {
     Shared shared(options(seed));
     onThreads([&](std::uint64_t thread) {
       SimRandom random(thread);
@@ -103,7 +108,7 @@ TEST(Threads, FetchReadAndEvictSharedBlocks) {
 }
 
 TEST(Threads, StoreAndAdoptWhatOthersFetch) {
-  for (const std::uint64_t seed : {0, 1, 2}) {
+  for (const std::uint64_t seed : {0, 1, 2, 3}) {
     Shared shared(options(seed));
     std::mutex owned; // guards the rig's own count
     onThreads([&](std::uint64_t thread) {
@@ -135,7 +140,7 @@ TEST(Threads, StoreAndAdoptWhatOthersFetch) {
 }
 
 TEST(Threads, WriteTheirOwnBlocksAndFreeThem) {
-  for (const std::uint64_t seed : {0, 1, 2}) {
+  for (const std::uint64_t seed : {0, 1, 2, 3}) {
     Shared shared(options(seed));
     onThreads([&](std::uint64_t thread) {
       for (int repeat = 0; repeat < kRepeats; ++repeat) {
@@ -154,7 +159,7 @@ TEST(Threads, WriteTheirOwnBlocksAndFreeThem) {
 }
 
 TEST(Threads, LetGoOfEachOthersPins) {
-  Shared shared(options(1));
+  Shared shared(options(3));
   std::mutex mutex;
   std::vector<Pin> pins;
   onThreads([&](std::uint64_t thread) {

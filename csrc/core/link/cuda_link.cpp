@@ -136,13 +136,14 @@ class CudaLink final : public Link {
     check(cudaMemsetAsync(device, value, bytes, native(stream)), "fill device memory");
   }
 
-  void launchHost(std::function<void()> task, Stream stream) override {
+  void launchHost(HostTask task, Stream stream) override {
     DeviceScope scope(stream.device);
-    auto run = [](void* argument) {
-      std::unique_ptr<std::function<void()>> owned(static_cast<std::function<void()>*>(argument));
+    // An exception can't pass through the driver; one that tries ends the process rather than be lost.
+    auto run = [](void* argument) noexcept {
+      const std::unique_ptr<std::function<void()>> owned(static_cast<std::function<void()>*>(argument));
       (*owned)();
     };
-    auto owned = std::make_unique<std::function<void()>>(std::move(task));
+    auto owned = std::make_unique<std::function<void()>>(std::move(task.run));
     check(cudaLaunchHostFunc(native(stream), run, owned.get()), "launch a host task");
     (void)owned.release();
   }

@@ -79,7 +79,7 @@ void FaultLink::fill(void* device, unsigned char value, std::size_t bytes, Strea
   link_.fill(device, value, bytes, stream);
 }
 
-void FaultLink::launchHost(std::function<void()> task, Stream stream) {
+void FaultLink::launchHost(HostTask task, Stream stream) {
   mayFail("launch a host task");
   link_.launchHost(std::move(task), stream);
 }

@@ -48,7 +48,7 @@ class FaultLink : public Link {
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override;
   void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override;
   void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) override;
-  void launchHost(std::function<void()> task, Stream stream) override;
+  void launchHost(HostTask task, Stream stream) override;
   bool registerHost(void* host, std::size_t bytes) override;
   void unregisterHost(void* host, std::size_t bytes) noexcept override {
     link_.unregisterHost(host, bytes);

@@ -9,9 +9,12 @@
 // recorded counts as having happened. Recording again moves the event to the new place; waits enqueued before keep the old one.
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 #include <functional>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace offload {
 
@@ -27,6 +30,29 @@ struct Stream {
 using Event = void*;
 
 enum class Access { Read, Write };
+
+/// Host bytes that a host task reads or writes.
+struct HostUse {
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+  Access access = Access::Read;
+};
+
+/// Work for the host in stream order.
+///
+/// Note [Host tasks]
+/// The driver runs a task on a thread of its own and can neither report a failure nor let it wait. So a task
+/// - must not throw: with CUDA that ends the process, and the simulation reports it,
+/// - must not call the Link or the driver, wait for a token or take the GIL; nor may the destructors of what it holds.
+struct HostTask {
+  template <std::invocable Body>
+  HostTask(Body body, std::vector<HostUse> touches = {}) : run(std::move(body)), uses(std::move(touches)) {}
+
+  std::function<void()> run;
+  /// All that `run` reads and writes and somebody else writes too. The simulation finds what nothing orders; hardware has no use
+  /// for it.
+  std::vector<HostUse> uses;
+};
 
 class Link {
  public:
@@ -51,13 +77,13 @@ class Link {
   virtual void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) = 0;
   /// Fills device bytes; used to poison what is free.
   virtual void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) = 0;
-  /// Runs `task` on the host in stream order. It must not call the Link.
-  virtual void launchHost(std::function<void()> task, Stream stream) = 0;
+  /// Runs `task` on the host in stream order; see Note [Host tasks].
+  virtual void launchHost(HostTask task, Stream stream) = 0;
 
   /// Page-locks host memory for fast copies. Returns false, and leaves no error behind, when the system refuses.
   virtual bool registerHost(void* host, std::size_t bytes) = 0;
   virtual void unregisterHost(void* host, std::size_t bytes) noexcept = 0;
-  /// Whether host memory is worth registering at all (false in the simulation).
+  /// Whether host memory is worth registering at all (not in the simulation, unless it is asked to play that).
   virtual bool wantsRegistration() const = 0;
 
   /// Device memory whose next use must be on `stream`, or ordered after what is enqueued there now. Aligned to 256 bytes.

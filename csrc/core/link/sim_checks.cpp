@@ -45,13 +45,6 @@ bool SimChecks::admit(const ActionPtr& action, const std::vector<SimAccess>& acc
   return true;
 }
 
-void SimChecks::admitFromTask(const ActionPtr& action, MemoryRange range, Access access) {
-  if (const auto race = races_.find(*action, range, access)) {
-    reportLater(describe(*action, range, access, *race));
-  }
-  races_.remember(action, range, access);
-}
-
 void SimChecks::report(const std::string& text) {
   reports_.push_back(text);
   if (failFast_) {

@@ -27,8 +27,6 @@ class SimChecks {
 
   /// Whether the memory is what the accesses take it for. Reports that, and races, and remembers the accesses.
   bool admit(const ActionPtr& action, const std::vector<SimAccess>& accesses);
-  /// An access that a host task makes while it runs.
-  void admitFromTask(const ActionPtr& action, MemoryRange range, Access access);
 
   void report(const std::string& text);
   /// The same where nothing can be thrown.

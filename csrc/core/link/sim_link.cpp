@@ -1,5 +1,6 @@
 #include "core/link/sim_link.h"
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -135,11 +136,16 @@ void SimLink::fill(void* device, unsigned char value, std::size_t bytes, Stream 
   }
 }
 
-void SimLink::launchHost(std::function<void()> task, Stream stream) {
+void SimLink::launchHost(HostTask task, Stream stream) {
   Lock lock = enter();
   const ActionPtr action = races_.act(actorOf(stream), "host task");
-  races_.taskEnqueued(action);
-  enqueueUsersCode(lock, action, std::move(task));
+  std::vector<SimAccess> accesses;
+  for (const HostUse& use : task.uses) {
+    accesses.push_back({{use.data, use.bytes}, use.access, false});
+  }
+  if (checks_.admit(action, accesses)) {
+    enqueueUsersCode(lock, action, std::move(task.run));
+  }
 }
 
 void SimLink::launch(
@@ -158,9 +164,21 @@ void SimLink::launch(
   }
 }
 
+bool SimLink::registerHost(void* /*host*/, std::size_t bytes) {
+  const Lock lock = enter();
+  if (bytes > options_.registrationLimit - registered_) {
+    return false;
+  }
+  registered_ += bytes;
+  return true;
+}
+
 void SimLink::unregisterHost(void* host, std::size_t bytes) noexcept {
-  // The memory is about to go back to the system: as good as a write.
-  enterQuietly([&](Lock&) { checks_.admit(races_.act(hostActor, "unregistration"), {{{host, bytes}, Access::Write, false}}); });
+  enterQuietly([&](Lock&) {
+    registered_ -= std::min(bytes, registered_);
+    // The memory is about to go back to the system: as good as a write.
+    checks_.admit(races_.act(hostActor, "unregistration"), {{{host, bytes}, Access::Write, false}});
+  });
 }
 
 void* SimLink::allocate(std::size_t bytes, Stream stream) {
@@ -205,11 +223,6 @@ void SimLink::free(void* device, Stream stream) noexcept {
 }
 
 void SimLink::hostAccess(const void* host, std::size_t bytes, Access access) {
-  if (insideTask()) {
-    const Lock lock(mutex_);
-    checks_.admitFromTask(running_->action, {host, bytes}, access);
-    return;
-  }
   const Lock lock = enter();
   checks_.admit(races_.act(hostActor, "access"), {{{host, bytes}, access, memory_.find(host) != nullptr}});
 }
@@ -224,8 +237,8 @@ void SimLink::drain() {
 }
 
 void SimLink::refuseInsideTask() {
-  if (insideTask()) {
-    checks_.refuse(SimChecks::describe(*running_->action) + " called the link; it may call hostAccess() only");
+  if (running_ != nullptr && running_->link == this) {
+    checks_.refuse(SimChecks::describe(*running_->action) + " called the link");
   }
 }
 
@@ -289,9 +302,8 @@ void SimLink::enqueueUsersCode(Lock& lock, const ActionPtr& action, std::functio
     }
     body = nullptr; // here, so that destructors that call the link are noticed as well
     running_ = outer;
-    const Lock relock(mutex_);
-    races_.taskDone(action);
     if (!failure.empty()) {
+      const Lock relock(mutex_);
       checks_.reportLater(SimChecks::describe(*action) + " threw: " + failure);
     }
   };

@@ -8,7 +8,7 @@
 //   recorded there has happened, and waiting there blocks. Its accesses are the host's.
 // - Misuse and races are reported, see Note [Reports of the simulation]. Without failFast an operation on memory that is not
 //   there is dropped, and everything else goes on.
-// - A host task may call hostAccess() for what it reads and writes, and nothing else.
+// - Host tasks and kernels name what they read and write when they are enqueued, and must not call the link.
 // - One mutex guards all of it. It is not held while host tasks and kernels run.
 #pragma once
 
@@ -35,6 +35,8 @@ struct SimOptions {
   bool foreignDeviceMemory =
       false; ///< Device addresses that are not of allocate() are right too: CPU tensors that play CUDA's.
   bool failFast = true; ///< Reports are thrown.
+  bool wantsRegistration = false; ///< Plays a system on which host memory is to be page-locked,
+  std::size_t registrationLimit = SIZE_MAX; ///< and which refuses past so many bytes.
   std::size_t maxPending = 1024; ///< Operations that may wait; then enqueueing runs some.
 };
 
@@ -65,13 +67,11 @@ class SimLink final : public Link {
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override;
   void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override;
   void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) override;
-  void launchHost(std::function<void()> task, Stream stream) override;
-  bool registerHost(void* /*host*/, std::size_t /*bytes*/) override {
-    return true;
-  }
+  void launchHost(HostTask task, Stream stream) override;
+  bool registerHost(void* host, std::size_t bytes) override;
   void unregisterHost(void* host, std::size_t bytes) noexcept override;
   bool wantsRegistration() const override {
-    return false;
+    return options_.wantsRegistration;
   }
   void* allocate(std::size_t bytes, Stream stream) override;
   void free(void* device, Stream stream) noexcept override;
@@ -118,9 +118,6 @@ class SimLink final : public Link {
   Lock enter();
   template <class Body>
   void enterQuietly(Body body) noexcept;
-  bool insideTask() const {
-    return running_ != nullptr && running_->link == this;
-  }
   void refuseInsideTask();
   Actor actorOf(Stream stream);
   SimEvent& eventOf(Event event);
@@ -135,6 +132,7 @@ class SimLink final : public Link {
   std::vector<SimStream> streams_; // by actor
   std::unordered_map<std::uintptr_t, SimEvent> events_;
   std::uintptr_t lastEvent_ = 0;
+  std::size_t registered_ = 0; // host bytes
   SimSchedule schedule_; // last, because what dies with its operations may still call
 
   static thread_local const RunningTask* running_;

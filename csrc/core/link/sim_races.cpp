@@ -6,12 +6,8 @@ namespace offload {
 
 namespace {
 
-bool later(const ActionPtr& one, const ActionPtr& than) {
-  return one != nullptr && one != than && than->before(*one);
-}
-
-bool unordered(const ActionPtr& one, const Action& other) {
-  return one != nullptr && !one->before(other) && !other.before(*one);
+bool unordered(const ActionPtr& earlier, const Action& action) {
+  return earlier != nullptr && !earlier->before(action);
 }
 
 } // namespace
@@ -80,7 +76,7 @@ void RaceDetector::remember(const ActionPtr& action, MemoryRange range, Access a
   if (!enabled_ || range.bytes == 0) {
     return;
   }
-  if (action->actor == hostActor && tasks_.empty()) {
+  if (action->actor == hostActor) {
     if (access == Access::Write) {
       forget(range);
     }
@@ -98,9 +94,9 @@ void RaceDetector::remember(const ActionPtr& action, MemoryRange range, Access a
       // Whatever is ordered after this read is ordered after the reads before it too.
       std::erase_if(segment.reads, [&](const Touch& read) { return read.action->before(*action); });
       segment.reads.push_back({action, range});
-    } else if (!later(segment.write.action, action)) {
+    } else {
       segment.write = {action, range};
-      std::erase_if(segment.reads, [&](const Touch& read) { return !later(read.action, action); });
+      segment.reads.clear();
     }
     // Pieces that one write has made alike become one again.
     if (cursor != range.begin()) {
@@ -140,33 +136,21 @@ RaceDetector::Segments::iterator RaceDetector::split(std::uintptr_t at) {
   return segments_.emplace_hint(next, at, std::move(right));
 }
 
-bool RaceDetector::everybodyKnows(const Touch& touch) const {
-  const auto known = [&](const VectorClock& clock) { return clock[touch.action->actor] >= touch.action->time; };
-  return known(clocks_[hostActor]) &&
-      std::all_of(tasks_.begin(), tasks_.end(), [&](const ActionPtr& task) { return known(task->clock); });
+bool RaceDetector::hostKnows(const Touch& touch) const {
+  return clocks_[hostActor][touch.action->actor] >= touch.action->time;
 }
 
 void RaceDetector::sweep() {
   for (auto at = segments_.begin(); at != segments_.end();) {
     Segment& segment = at->second;
-    if (segment.write.action != nullptr && everybodyKnows(segment.write)) {
+    if (segment.write.action != nullptr && hostKnows(segment.write)) {
       segment.write = {};
     }
-    std::erase_if(segment.reads, [&](const Touch& read) { return everybodyKnows(read); });
+    std::erase_if(segment.reads, [&](const Touch& read) { return hostKnows(read); });
     const bool empty = segment.write.action == nullptr && segment.reads.empty();
     at = empty ? segments_.erase(at) : std::next(at);
   }
   sweepAt_ = std::max<std::size_t>(64, 2 * segments_.size());
-}
-
-void RaceDetector::taskEnqueued(const ActionPtr& task) {
-  if (enabled_) {
-    tasks_.push_back(task);
-  }
-}
-
-void RaceDetector::taskDone(const ActionPtr& task) {
-  std::erase(tasks_, task);
 }
 
 } // namespace offload

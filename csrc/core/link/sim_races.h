@@ -7,9 +7,7 @@
 //   operation. So a race is found when its second access is enqueued, in the call that lacks the order, whatever the seed.
 // - An operation can't be ordered before one that was enqueued earlier. So the order of the calls is a linear extension, and
 //   the last write and the reads since then are all that a later access has to be compared with.
-// - What the host is ordered after, every later operation is ordered after too, and it is forgotten. Only the accesses that a
-//   host task reports from its body come late, when calls after its enqueue have been seen: while one is pending, what it is
-//   not ordered after is kept.
+// - What the host is ordered after, every later operation is ordered after too, and it is forgotten.
 #pragma once
 
 #include <cstdint>
@@ -77,10 +75,6 @@ class RaceDetector {
   void remember(const ActionPtr& action, MemoryRange range, Access access);
   void forget(MemoryRange range);
 
-  /// Between these two, `task` may still report accesses.
-  void taskEnqueued(const ActionPtr& task);
-  void taskDone(const ActionPtr& task);
-
   std::size_t rangesRemembered() const {
     return segments_.size();
   }
@@ -98,13 +92,12 @@ class RaceDetector {
   using Segments = std::map<std::uintptr_t, Segment>;
 
   Segments::iterator split(std::uintptr_t at);
-  bool everybodyKnows(const Touch& touch) const;
+  bool hostKnows(const Touch& touch) const;
   void sweep();
 
   bool enabled_;
   std::uint64_t sequence_ = 0;
   std::vector<VectorClock> clocks_;
-  std::vector<ActionPtr> tasks_;
   Segments segments_; // disjoint, by their first byte
   std::size_t sweepAt_ = 64;
 };
