@@ -1,14 +1,15 @@
 #include "core/transfer.h"
 
+#include "core/host_copy.h"
+
 #include <algorithm>
-#include <cstring>
 #include <thread>
 
 namespace offload {
 namespace {
 
 HostTask copyTask(void* to, const void* from, std::size_t bytes) {
-  return {[=] { std::memcpy(to, from, bytes); }, {{from, bytes, Access::Read}, {to, bytes, Access::Write}}};
+  return {[=] { copyHost(to, from, bytes); }, {{from, bytes, Access::Read}, {to, bytes, Access::Write}}};
 }
 
 void orderBefore(std::span<const Token> tokens, Stream stream) {

@@ -49,8 +49,7 @@ struct HostTask {
   HostTask(Body body, std::vector<HostUse> touches = {}) : run(std::move(body)), uses(std::move(touches)) {}
 
   std::function<void()> run;
-  /// All that `run` reads and writes and somebody else writes too. The simulation finds what nothing orders; hardware has no use
-  /// for it.
+  /// What `run` reads and writes of the bytes that others use too. Only the simulation looks at it, for races.
   std::vector<HostUse> uses;
 };
 
