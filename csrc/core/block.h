@@ -18,6 +18,9 @@ enum class BlockKind {
   Foreign, // memory of somebody else, kept alive by the Block's owner
 };
 
+/// What a storage is for, where that is known.
+enum class Purpose { Unknown, Gradient };
+
 /// Where a storage's first value came about. It never changes, so no result depends on what the cache holds.
 enum class Born { Host, Device };
 
@@ -32,6 +35,7 @@ struct Block {
   const std::size_t bytes;
   const BlockKind kind;
   const Born born;
+  Purpose purpose = Purpose::Unknown;
   const int device; // the index i of `offload:i`, and of the device that it is paired with
 
   /// Counts writes; the newest bytes have this version, wherever they are.
@@ -44,6 +48,8 @@ struct Block {
   /// Threads that are about to enqueue a copy from or to these bytes; nobody waits for tokens before it is zero.
   int issuing = 0;
   int leases = 0;
+  /// How often a device result became its value since the host read it last.
+  std::uint32_t adoptions = 0;
   /// For Schedule: how often any extent was fetched, and whether it knows one.
   std::uint64_t fetches = 0;
   bool scheduled = false;

@@ -9,6 +9,11 @@
 namespace offload {
 namespace {
 
+// Memory that others take between two looks at what is free should not have to be asked back.
+constexpr std::size_t kSmallestStep = std::size_t{64} << 20;
+
+} // namespace
+
 void requireWithin(const Block& block, Extent extent) {
   if (extent.begin <= extent.end && extent.end <= block.bytes) return;
   throw Error(
@@ -20,10 +25,8 @@ HostMemory memoryOf(const Block& block) {
   return block.kind == BlockKind::Pinned ? HostMemory::Pinned : HostMemory::Pageable;
 }
 
-} // namespace
-
 Residency::Residency(Link& link, ResidencyOptions options)
-    : link_(link), events_(link), ringBytes_(options.ringBytes), options_(options) {
+    : link_(link), events_(link), ringBytes_(options.ringBytes), budgetBytes_(options.budgetBytes), options_(options) {
   for (int index = 0; index < link.deviceCount(); ++index) {
     devices_.push_back(std::make_unique<Device>(link, events_, index, TransferOptions{options.copyDelay, options.chunkBytes}));
   }
@@ -49,12 +52,17 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   if (extent.bytes() == 0) return {};
   requireWithin(block, extent);
   Device& dev = device(stream.device);
+  look(dev);
   Lock lock(mutex_);
   ++dev.queue.stats.fetches;
-  awaitIssued(lock, block);
-  if (auto slot = find(block, extent, stream.device)) {
+  if (dev.schedule.record(block, extent)) {
+    dev.lookDue = true;
+    if (dev.schedule.isStale()) plan(dev);
+  }
+  auto slot = awaitNewest(lock, block, extent, stream.device);
+  if (slot) {
     ++dev.queue.stats.hits;
-    dev.queue.pin(*slot);
+    dev.queue.pin(slot);
     const Token ready = slot->ready;
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
     lock.unlock();
@@ -64,14 +72,17 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   }
 
   const std::size_t shift = (reinterpret_cast<std::uintptr_t>(block.data) + extent.begin) % kAlignment;
-  auto slot = std::make_shared<Slot>();
+  slot = std::make_shared<Slot>();
   slot->extent = extent;
   slot->device = stream.device;
   slot->version = block.version;
   slot->buffer.bytes = extent.bytes() + shift;
   Slots retired;
-  dev.queue.makeRoom(slot->buffer.bytes, budget(slot->buffer.bytes), retired);
-  dev.queue.add(*slot);
+  const std::size_t bytes = slot->buffer.bytes;
+  const bool room = dev.queue.budgetedBytes() + bytes <= dev.budget;
+  const bool stays = room && dev.schedule.keeps(block, extent, room);
+  dev.queue.makeRoom(stays ? 0 : bytes, ring(bytes), retired);
+  dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
   std::vector<Token> after;
   block.writers.appendTo(after);
   ++block.issuing;
@@ -122,100 +133,42 @@ DeviceBuffer Residency::allocate(Device& dev, std::size_t bytes) {
   return {link_.allocate(bytes, home), bytes, home, nullptr};
 }
 
-// ---- results that come home
+// ---- the budget
 
-void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
-  Device& dev = device(producer.device);
-  auto slot = std::make_shared<Slot>();
-  slot->extent = {0, block.bytes};
-  slot->device = producer.device;
-  slot->state = SlotState::Dirty;
-  slot->buffer = std::move(buffer);
-  slot->data = static_cast<std::byte*>(slot->buffer.data);
+// Looks at how much memory is free, when that is due: nothing of it under the mutex.
+void Residency::look(Device& dev) {
+  {
+    Lock lock(mutex_);
+    if (!dev.lookDue && dev.queue.budgetedBytes() < dev.lookAt) return;
+    dev.lookDue = false;
+  }
+  const std::size_t free = budgetBytes_ ? 0 : link_.freeBytes(dev.index);
   Slots retired;
   {
     Lock lock(mutex_);
-    dev.queue.makeRoom(slot->buffer.bytes, budget(slot->buffer.bytes), retired);
-    dev.queue.add(*slot);
+    const std::size_t held = dev.queue.budgetedBytes();
+    const std::size_t headroom = options_.headroomBytes;
+    if (budgetBytes_) {
+      dev.budget = *budgetBytes_;
+    } else {
+      dev.budget = free > headroom ? held + (free - headroom) : held - std::min(held, headroom - free);
+    }
+    dev.lookAt = budgetBytes_ ? SIZE_MAX : held + std::max(kSmallestStep, (dev.budget - std::min(held, dev.budget)) / 4);
+    // A budget that wavers is no reason to drop what stays and to fetch what does not.
+    const bool wavers = dev.budget >= dev.planned && dev.budget <= dev.planned + dev.planned / 8;
+    if (!wavers || dev.schedule.isStale()) plan(dev);
+    dev.queue.shrink(dev.budget, retired);
+    spill(lock, dev, dev.budget);
+    dev.queue.makeRoom(0, ring(0), retired);
   }
   release(retired);
-  const Pin pinned(*this, slot, slot->data, producer); // ours, until the bytes are on their way home
-  refuseCapture(producer, "keep a result");
-  settle();
-  slot->ready = events_.record(producer);
-  std::vector<Token> after{slot->ready};
-  {
-    Lock lock(mutex_);
-    awaitIssued(lock, block);
-    slot->block = &block;
-    slot->version = ++block.version;
-    retireStale(block, retired);
-    block.slots.push_back(slot);
-    block.writers.appendTo(after);
-    block.readers.appendTo(after);
-    slot->become(SlotState::WritingBack);
-    ++block.issuing;
-  }
-  release(retired);
-  TokenSet home;
-  std::exception_ptr failure;
-  try {
-    dev.transfer.toHost(block.data, slot->data, block.bytes, memoryOf(block), after, home);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  bool leased = false;
-  {
-    Lock lock(mutex_);
-    --block.issuing;
-    block.writers.add(home);
-    block.hostVersion = slot->version;
-    slot->readers.add(home);
-    if (!failure) slot->become(SlotState::Clean);
-    leased = block.leases > 0;
-  }
-  issued_.notify_all();
-  if (failure) std::rethrow_exception(failure);
-  if (leased) home.wait();
 }
 
-void Residency::store(Block& block, Extent extent, const void* source, Stream producer) {
-  refuseCapture(producer, "copy into an offload tensor");
-  settle();
-  if (extent.bytes() == 0) return;
-  requireWithin(block, extent);
-  Device& dev = device(producer.device);
-  std::vector<Token> after{events_.record(producer)};
-  Slots retired;
-  {
-    Lock lock(mutex_);
-    awaitIssued(lock, block);
-    block.writers.appendTo(after);
-    block.readers.appendTo(after);
-    ++block.issuing;
-  }
-  TokenSet home;
-  std::exception_ptr failure;
-  try {
-    auto* const host = static_cast<std::byte*>(block.data) + extent.begin;
-    dev.transfer.toHost(host, source, extent.bytes(), memoryOf(block), after, home).orderBefore(producer);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  bool leased = false;
-  {
-    Lock lock(mutex_);
-    --block.issuing;
-    block.writers.add(home);
-    block.hostVersion = ++block.version;
-    retireStale(block, retired);
-    leased = block.leases > 0;
-  }
-  issued_.notify_all();
-  release(retired);
-  // After a failure the source may go as soon as the caller learns of it.
-  if (leased || failure) home.wait();
-  if (failure) std::rethrow_exception(failure);
+// Under the mutex.
+void Residency::plan(Device& dev) {
+  dev.planned = dev.budget;
+  if (!dev.schedule.plan(dev.budget)) return;
+  dev.queue.sort([&dev](const Slot& slot) { return dev.schedule.keeps(*slot.block, slot.extent, true); });
 }
 
 // ---- host access
@@ -225,6 +178,8 @@ HostLease Residency::lease(Block& block, Access access) {
   {
     Lock lock(mutex_);
     awaitIssued(lock, block);
+    expectRead(block);
+    while (auto dirty = dirtyOf(block)) writeHome(lock, dirty);
     ++block.leases;
     block.writers.appendTo(inTheWay);
     if (access == Access::Write) block.readers.appendTo(inTheWay);
@@ -261,11 +216,16 @@ std::vector<Token> Residency::forget(Block& block) noexcept {
   Slots retired;
   {
     Lock lock(mutex_);
+    // Another thread may be writing these bytes home, to make room: that takes calls of the driver, and nothing that we hold.
+    issued_.wait(lock, [&block] { return block.issuing == 0; });
+    for (auto& dev : devices_) dev->schedule.forget(block);
     pending = block.writers.take();
     block.readers.appendTo(pending);
     for (const auto& slot : std::exchange(block.slots, {})) {
       slot->block = nullptr;
-      if (slot->pins == 0 && !closed_) device(slot->device).queue.retire(slot, retired);
+      SlotQueue& queue = device(slot->device).queue;
+      queue.move(slot, Share::Passing);
+      if (slot->pins == 0 && !closed_) queue.retire(slot, retired);
     }
   }
   release(retired);
@@ -293,13 +253,27 @@ void Residency::awaitIssued(Lock& lock, const Block& block) {
   }
 }
 
-std::size_t Residency::budget(std::size_t bytes) const {
+// A Slot that holds the newest bytes of the extent; none where the host does.
+std::shared_ptr<Slot> Residency::awaitNewest(Lock& lock, Block& block, Extent extent, int index) {
+  for (;;) {
+    awaitIssued(lock, block);
+    if (auto slot = find(block, extent, index)) return slot;
+    const auto elsewhere = dirtyOf(block);
+    if (!elsewhere) return nullptr;
+    writeHome(lock, elsewhere);
+  }
+}
+
+std::size_t Residency::ring(std::size_t bytes) const {
   return std::max(ringBytes_, 2 * bytes);
 }
 
 void Residency::retireStale(Block& block, Slots& retired) {
   for (const auto& slot : Slots(block.slots)) {
-    if (slot->version != block.version && slot->pins == 0) device(slot->device).queue.retire(slot, retired);
+    if (slot->version == block.version) continue;
+    SlotQueue& queue = device(slot->device).queue;
+    queue.move(slot, Share::Passing); // also where it was Dirty: nobody wants those bytes home any more
+    if (slot->pins == 0) queue.retire(slot, retired);
   }
 }
 
@@ -347,9 +321,20 @@ void Residency::unpin(const std::shared_ptr<Slot>& slot, const std::vector<Strea
   {
     Lock lock(mutex_);
     for (Token& token : used) slot->readers.add(std::move(token));
-    device(slot->device).queue.unpin(slot, !options_.evictAtUnpin, retired);
+    letGo(slot, retired);
   }
   release(retired);
+}
+
+// Under the mutex: one Pin less, and on the last one the account that the Schedule has chosen by now.
+void Residency::letGo(const std::shared_ptr<Slot>& slot, Slots& retired) {
+  Device& dev = device(slot->device);
+  if (slot->share != Share::Dirty && slot->block != nullptr) {
+    const bool fits = slot->share == Share::Staying || dev.queue.budgetedBytes() + slot->buffer.bytes <= dev.budget;
+    const bool stays = fits && dev.schedule.keeps(*slot->block, slot->extent, true);
+    dev.queue.move(slot, stays ? Share::Staying : Share::Passing);
+  }
+  dev.queue.unpin(slot, !options_.evictAtUnpin, retired);
 }
 
 void Residency::settle() noexcept {
@@ -380,11 +365,29 @@ std::size_t Residency::emptyCache(int index) {
   std::size_t bytes = 0;
   {
     Lock lock(mutex_);
-    SlotQueue& queue = device(index).queue;
-    const std::size_t before = queue.stats.slotBytes;
-    queue.makeRoom(0, 0, retired);
-    bytes = before - queue.stats.slotBytes;
+    Device& dev = device(index);
+    const std::size_t before = dev.queue.stats.slotBytes;
+    spill(lock, dev, 0);
+    dev.queue.shrink(0, retired);
+    dev.queue.makeRoom(0, 0, retired);
+    bytes = before - dev.queue.stats.slotBytes;
   }
+  release(retired);
+  return bytes;
+}
+
+std::size_t Residency::relieve(int index, std::size_t wanted) noexcept {
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock() || closed_) return 0;
+  SlotQueue& queue = device(index).queue;
+  Slots retired;
+  const std::size_t before = queue.stats.slotBytes;
+  const std::size_t staying = queue.stats.stayingBytes;
+  queue.shrink(queue.budgetedBytes() - std::min(staying, wanted), retired);
+  const std::size_t given = before - queue.stats.slotBytes;
+  if (given < wanted) queue.makeRoom(0, queue.passingBytes() - std::min(queue.passingBytes(), wanted - given), retired);
+  const std::size_t bytes = before - queue.stats.slotBytes;
+  lock.unlock();
   release(retired);
   return bytes;
 }
@@ -403,9 +406,23 @@ void Residency::setRingBytes(std::size_t bytes) {
   {
     Lock lock(mutex_);
     ringBytes_ = bytes;
-    for (auto& dev : devices_) dev->queue.makeRoom(0, budget(0), retired);
+    for (auto& dev : devices_) dev->queue.makeRoom(0, ring(0), retired);
   }
   release(retired);
+}
+
+void Residency::setBudget(std::optional<std::size_t> bytes) {
+  {
+    Lock lock(mutex_);
+    budgetBytes_ = bytes;
+    for (auto& dev : devices_) dev->lookDue = true;
+  }
+  for (auto& dev : devices_) look(*dev);
+}
+
+std::size_t Residency::budget(int index) const {
+  Lock lock(mutex_);
+  return device(index).budget;
 }
 
 std::size_t Residency::ringBytes() const {
@@ -439,9 +456,10 @@ void Residency::validate(const Block& block) const {
     require(slot->extent.end <= block.bytes, "an extent reaches past its Block");
     require(slot->version <= block.version, "a Slot is newer than its Block");
     require(slot->state != SlotState::Gone && slot->buffer.data != nullptr, "a listed Slot has no memory");
-    require((slot->pins == 0) == slot->isIdle, "an unpinned Slot is not in the queue");
+    require(slot->pins > 0 || slot->isListed, "an unpinned Slot is not in the queue");
     require(slot->pins > 0 || slot->version == block.version, "a stale Slot is kept");
   }
+  require((block.hostVersion < block.version) == (dirtyOf(block) != nullptr), "the newest bytes are nowhere, or in two places");
   for (const auto& dev : devices_) dev->queue.validate();
 }
 

@@ -14,14 +14,18 @@
 // enqueue without it, publish tokens under it. In between the Block is `issuing`, and whoever must know its tokens waits for that
 // to end; it does end, because who issues waits for nobody.
 //
-// Note [Budget]
-// Slots that nothing pins stay in the queue of their device, and are found again, until their bytes are wanted. A fetch never
-// waits for a Pin: where all of the ring is pinned it takes more memory, so device bytes stay within
-// max(ring, twice the fetch at hand) plus what is pinned. Memory that is given up is reused in stream order, without the host.
+// Note [Ring and budget]
+// A Slot is on one of two accounts. What passes is charged to the ring, and leaves it in the order in which it came. What the
+// Schedule wants to stay, and what is newer than the host's bytes (Dirty), is charged to the budget. Slots that nothing pins are
+// found again until their bytes are wanted. A fetch never waits for a Pin: where all of the ring is pinned it takes more memory, so
+// device bytes stay within budget + max(ring, twice the fetch at hand) + what is pinned. Memory that is given up is reused in
+// stream order, without the host. An automatic budget follows what is free: it is looked at when a pass of the Schedule ends and
+// when much has been added; in between PyTorch's allocator asks for memory back by relieve().
 #pragma once
 
 #include "core/host_lease.h"
 #include "core/pin.h"
+#include "core/schedule.h"
 #include "core/slot_queue.h"
 #include "core/transfer.h"
 
@@ -29,12 +33,16 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 namespace offload {
 
 struct ResidencyOptions {
-  /// Device bytes that unpinned and pinned Slots together should stay within, for each device.
+  /// Device bytes for what is passing through, for each device.
   std::size_t ringBytes = std::size_t{512} << 20;
+  /// Device bytes beside the ring for what stays on the device and what is newer there; none: what is free, but for the headroom.
+  std::optional<std::size_t> budgetBytes;
+  std::size_t headroomBytes = std::size_t{1} << 30;
   /// For tests: gives up every Slot at its last unpin, and fills memory that is given up with 0xFF.
   bool evictAtUnpin = false;
   bool poison = false;
@@ -43,6 +51,10 @@ struct ResidencyOptions {
   /// Memory that is not page-locked is copied in pieces of this size.
   std::size_t chunkBytes = TransferOptions{}.chunkBytes;
 };
+
+/// Throws Error.
+void requireWithin(const Block& block, Extent extent);
+HostMemory memoryOf(const Block& block);
 
 class Residency {
  public:
@@ -55,7 +67,8 @@ class Residency {
   /// while the stream is being captured.
   Pin fetch(Block& block, Extent extent, Stream stream);
 
-  /// Makes device memory that `producer` has just written the newest value of the whole Block, without a copy on the device.
+  /// Makes device memory that `producer` has just written the newest value of the whole Block, without a copy on the device. It
+  /// goes home when its room is wanted or the host asks, gradients by Note [When a gradient goes home].
   void adopt(Block& block, DeviceBuffer buffer, Stream producer);
 
   /// Copies an extent home from device memory that somebody else owns. Work enqueued on `producer` later may overwrite it.
@@ -70,13 +83,20 @@ class Residency {
   /// Takes a Block out before it is destroyed; what still uses its host bytes. Never waits.
   std::vector<Token> forget(Block& block) noexcept;
 
-  /// Gives up every Slot of a device that nothing pins; their bytes.
+  /// Gives up every Slot of a device that nothing pins; their bytes. Dirty ones are sent home first.
   std::size_t emptyCache(int device);
+  /// Gives up Slots that are Clean and that nothing pins until that makes `wanted` bytes; their bytes. Takes no lock that is held, and
+  /// neither waits nor allocates: for PyTorch's allocator, which calls this while it holds its own.
+  std::size_t relieve(int device, std::size_t wanted) noexcept;
   /// Waits for every copy of this Residency; afterwards, with `close`, Pins are let go without touching the device.
   void drain(bool close);
 
   void setRingBytes(std::size_t bytes);
   std::size_t ringBytes() const;
+  /// None: automatic.
+  void setBudget(std::optional<std::size_t> bytes);
+  /// As of now.
+  std::size_t budget(int device) const;
   ResidencyStats stats(int device) const;
   void resetPeaks(int device);
   TransferStats transferStats(int device) const;
@@ -89,17 +109,34 @@ class Residency {
   using Lock = std::unique_lock<std::mutex>;
 
   struct Device {
-    Device(Link& link, EventPool& events, int index, TransferOptions options) : transfer(link, events, index, options) {}
+    Device(Link& link, EventPool& events, int device, TransferOptions options)
+        : index(device), transfer(link, events, device, options) {}
+    const int index;
     Transfer transfer;
     SlotQueue queue;
+    Schedule schedule;
+    std::size_t budget = 0;
+    std::size_t planned = 0; // the budget that the plan was made for
+    std::size_t lookAt = 0; // how many bytes on the budget's account make another look due
+    bool lookDue = true;
   };
 
   Device& device(int index);
   const Device& device(int index) const;
   std::shared_ptr<Slot> find(const Block& block, Extent extent, int device) const;
   void awaitIssued(Lock& lock, const Block& block);
-  std::size_t budget(std::size_t bytes) const;
+  std::shared_ptr<Slot> awaitNewest(Lock& lock, Block& block, Extent extent, int device);
+  std::shared_ptr<Slot> dirtyOf(const Block& block) const;
+  void writeHome(Lock& lock, const std::shared_ptr<Slot>& slot);
+  bool tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noexcept;
+  void spill(Lock& lock, Device& device, std::size_t budget) noexcept;
+  bool isLastWrite(const Block& block) const;
+  void expectRead(Block& block);
+  void look(Device& device);
+  void plan(Device& device);
+  std::size_t ring(std::size_t bytes) const;
   void retireStale(Block& block, Slots& retired);
+  void letGo(const std::shared_ptr<Slot>& slot, Slots& retired);
   void release(Slots& retired) noexcept;
   void settle() noexcept;
   DeviceBuffer allocate(Device& device, std::size_t bytes);
@@ -113,6 +150,8 @@ class Residency {
   mutable std::mutex mutex_;
   std::condition_variable issued_;
   std::size_t ringBytes_;
+  std::optional<std::size_t> budgetBytes_;
+  std::uint32_t writesOfGradients_ = 1;
   const ResidencyOptions options_;
   std::vector<std::unique_ptr<Device>> devices_;
   /// What the Link would not do when it was due, and settle() tries again: unpins on a stream that was being captured, when no

@@ -36,6 +36,7 @@ void Schedule::finishPass() {
   if (news && current_.bytes >= planned_.bytes) {
     for (const Key& key : planned_.order) entries_[key].planned = false;
     planned_ = std::move(current_);
+    stale_ = true;
     for (const Key& key : planned_.order) entries_[key].planned = true;
   }
   current_ = {};
@@ -44,6 +45,7 @@ void Schedule::finishPass() {
 }
 
 bool Schedule::plan(std::size_t budget) {
+  stale_ = false;
   bool changed = false;
   auto choose = [&changed](Entry& entry, bool stays) {
     changed = changed || entry.stays != stays;
@@ -88,6 +90,7 @@ void Schedule::forget(const Block& block) noexcept {
   auto isOf = [&block](const Key& key) { return key.block == &block; };
   for (Pass* pass : {&current_, &planned_}) {
     std::erase_if(pass->order, [&](const Key& key) {
+      if (isOf(key)) stale_ = true;
       if (isOf(key)) pass->bytes -= key.extent.bytes();
       return isOf(key);
     });

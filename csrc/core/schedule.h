@@ -30,6 +30,11 @@ class Schedule {
   /// Chooses what stays within `budget` bytes; true if that is another choice than before.
   bool plan(std::size_t budget);
 
+  /// Whether the plan was made for another order.
+  bool isStale() const noexcept {
+    return stale_;
+  }
+
   /// Whether an extent stays when nothing pins it; `room` says whether it could.
   bool keeps(const Block& block, Extent extent, bool room) const;
 
@@ -66,6 +71,7 @@ class Schedule {
   std::uint64_t number_ = 1;
   Pass current_;
   Pass planned_;
+  bool stale_ = false;
 };
 
 } // namespace offload

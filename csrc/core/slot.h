@@ -24,18 +24,20 @@ struct DeviceBuffer {
 ///
 ///   Fetching -> Clean -> Gone           a fetched extent
 ///   Dirty -> WritingBack -> Clean       an adopted result: newer than the host until it has been sent home
+///            WritingBack -> Dirty       where the Link refused to
 ///
 /// Fetching lasts while the copy is being enqueued, not while it runs: from then on `ready` gives the order. Gone slots have no
 /// memory; a Pin may outlive its Block, but never its Slot's memory.
 enum class SlotState : unsigned char { Fetching, Clean, Dirty, WritingBack, Gone };
 
-inline constexpr std::array<std::pair<SlotState, SlotState>, 7> kSlotTransitions{{
+inline constexpr std::array<std::pair<SlotState, SlotState>, 8> kSlotTransitions{{
     {SlotState::Fetching, SlotState::Clean},
     {SlotState::Fetching, SlotState::Gone},
     {SlotState::Clean, SlotState::Gone},
     {SlotState::Dirty, SlotState::WritingBack},
     {SlotState::Dirty, SlotState::Gone},
     {SlotState::WritingBack, SlotState::Clean},
+    {SlotState::WritingBack, SlotState::Dirty},
     {SlotState::WritingBack, SlotState::Gone},
 }};
 
@@ -45,6 +47,13 @@ constexpr bool mayBecome(SlotState from, SlotState to) {
   }
   return false;
 }
+
+/// On whose account a Slot's bytes are.
+enum class Share : unsigned char {
+  Passing, // of the ring
+  Staying, // of the budget: the Schedule wants it again
+  Dirty, // of the budget: newer than the host
+};
 
 /// Guarded by Residency.
 struct Slot {
@@ -65,9 +74,10 @@ struct Slot {
   /// What reads the device bytes, besides what its Pins still may.
   TokenSet readers;
   int pins = 0;
-  /// Place in its SlotQueue, where nothing pins it.
-  std::list<std::shared_ptr<Slot>>::iterator idle;
-  bool isIdle = false;
+  Share share = Share::Passing;
+  /// Place in its SlotQueue: in the list of its share, where nothing pins it, or it is Dirty.
+  std::list<std::shared_ptr<Slot>>::iterator place;
+  bool isListed = false;
 };
 
 } // namespace offload

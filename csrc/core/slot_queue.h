@@ -4,6 +4,7 @@
 #include "core/slot.h"
 
 #include <cstdint>
+#include <functional>
 
 namespace offload {
 
@@ -16,27 +17,57 @@ struct ResidencyStats {
   std::size_t slotBytes = 0; // device bytes of Slots now
   std::size_t slotBytesPeak = 0;
   std::size_t pinnedBytes = 0; // of these, bytes that a Pin holds
+  std::size_t stayingBytes = 0; // bytes on the budget's account
+  std::size_t dirtyBytes = 0; // and bytes that are newer than the host's
 };
 
-/// Slots that nothing pins are in the queue, the one that has been there longest in front. Guarded by Residency. What is retired
-/// leaves its Block and is charged no more; its memory is the caller's to release, outside the lock.
+/// Slots that nothing pins are listed by their share, and Dirty ones also where something does; the one that has been there longest
+/// is in front. Guarded by Residency. What is retired leaves its Block and is charged no more; its memory is the caller's to
+/// release, outside the lock.
 class SlotQueue {
  public:
   /// Charges a new Slot, which has one Pin.
-  void add(Slot& slot);
-  void pin(Slot& slot);
-  /// Lets go of one Pin; a Slot without any joins the queue if it is worth finding again, or else is retired.
+  void add(const std::shared_ptr<Slot>& slot, Share share);
+  void pin(const std::shared_ptr<Slot>& slot);
+  /// Lets go of one Pin; a Slot without any is listed if it is worth finding again, or else is retired.
   void unpin(const std::shared_ptr<Slot>& slot, bool keep, Slots& retired);
   void retire(std::shared_ptr<Slot> slot, Slots& retired);
-  /// Retires from the front of the queue until `bytes` more are within `budget`, or the queue is empty.
-  void makeRoom(std::size_t bytes, std::size_t budget, Slots& retired);
+  /// Charges another account.
+  void move(const std::shared_ptr<Slot>& slot, Share share);
+
+  /// Retires Slots that are passing until `bytes` more are within `ring`, or all that are left are pinned.
+  void makeRoom(std::size_t bytes, std::size_t ring, Slots& retired);
+  /// Retires Slots that stay until they and Dirty ones are within `budget`, or all that are left are pinned.
+  void shrink(std::size_t budget, Slots& retired);
+  /// Lets those pass of which `stays` is false.
+  void sort(const std::function<bool(const Slot&)>& stays);
+  /// Null if there is none that nobody is busy with.
+  std::shared_ptr<Slot> oldestDirty() const;
+
+  std::size_t passingBytes() const noexcept {
+    return stats.slotBytes - stats.stayingBytes - stats.dirtyBytes;
+  }
+  std::size_t budgetedBytes() const noexcept {
+    return stats.stayingBytes + stats.dirtyBytes;
+  }
   /// Throws Error with what is broken.
   void validate() const;
 
   ResidencyStats stats;
 
  private:
-  std::list<std::shared_ptr<Slot>> idle_;
+  using List = std::list<std::shared_ptr<Slot>>;
+
+  List& listOf(const Slot& slot);
+  std::size_t* accountOf(const Slot& slot);
+  void enlist(const std::shared_ptr<Slot>& slot);
+  void delist(Slot& slot);
+  void charge(Slot& slot, Share share);
+  void discharge(Slot& slot);
+
+  List passing_;
+  List staying_;
+  List dirty_;
 };
 
 } // namespace offload

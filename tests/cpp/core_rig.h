@@ -34,9 +34,16 @@ inline ArenaOptions smallRegions() {
   return options;
 }
 
+/// Without a budget, unless a test asks for one.
+inline ResidencyOptions ringOnly() {
+  ResidencyOptions options;
+  options.budgetBytes = 0;
+  return options;
+}
+
 struct CoreOptions {
   SimOptions sim{};
-  ResidencyOptions cache{};
+  ResidencyOptions cache = ringOnly();
   ArenaOptions arena = smallRegions();
 };
 

@@ -122,7 +122,18 @@ class Program {
     options.arena.ownRegionBytes = random_.oneIn(4) ? 1024 : 1 << 14;
     options.arena.poison = random_.oneIn(4);
     limitPageLocking(options, seed);
+    giveBudget(options, seed);
     return options;
+  }
+
+  /// None, some, or what is free.
+  static void giveBudget(CoreOptions& options, std::uint64_t seed) {
+    SimRandom random(seed * 3 + 1);
+    options.cache.headroomBytes = options.sim.deviceBytes / 4;
+    options.cache.budgetBytes = random.oneIn(2) ? 0 : std::size_t{256} << random.below(7);
+    if (random.oneIn(3)) {
+      options.cache.budgetBytes.reset();
+    }
   }
 
   /// Blocks are pageable where the Arena is past its limit, and have no ring where the system refuses too.
@@ -164,8 +175,7 @@ class Program {
       case 28:
         return forget(random_.below(models_.size()));
       case 29:
-        rig_.cache.emptyCache(stream().device);
-        return;
+        return giveUp(stream().device);
       case 30:
         rig_.cache.setRingBytes(std::size_t{256} << random_.below(7));
         return;
@@ -235,6 +245,24 @@ class Program {
     }
   }
 
+  // ---- memory
+
+  void giveUp(int device) {
+    switch (random_.below(4)) {
+      case 0:
+        rig_.cache.relieve(device, random_.below(4096));
+        return;
+      case 1:
+        rig_.cache.setBudget(random_.below(1 << 14));
+        return;
+      case 2:
+        rig_.cache.setBudget({});
+        return;
+      default:
+        rig_.cache.emptyCache(device);
+    }
+  }
+
   // ---- device
 
   void fetch() {
@@ -251,7 +279,11 @@ class Program {
     const ResidencyStats stats = rig_.cache.stats(on.device);
     const std::size_t fits = std::max(rig_.cache.ringBytes(), 2 * (part.bytes + kAlignment));
     check(
-        stats.hits > hits || stats.slotBytes <= fits + stats.pinnedBytes, "the budget is exceeded by more than what is pinned");
+        stats.hits > hits || stats.slotBytes - stats.stayingBytes - stats.dirtyBytes <= fits + stats.pinnedBytes,
+        "the ring is exceeded by more than what is pinned");
+    check(
+        faulty_ || stats.dirtyBytes == 0 || stats.dirtyBytes + stats.stayingBytes <= rig_.cache.budget(on.device),
+        "there is more that is Dirty than the budget allows");
     Held held{std::move(pin), std::nullopt, part.bytes, {on}};
     if (from.known) {
       const auto begin = from.bytes.begin() + static_cast<std::ptrdiff_t>(part.begin);

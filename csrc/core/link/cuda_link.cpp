@@ -172,6 +172,10 @@ class CudaLink final : public Link {
     memory_->free(device, stream);
   }
 
+  std::size_t freeBytes(int device) override {
+    return memory_->freeBytes(device);
+  }
+
   bool capturing(Stream stream) override {
     DeviceScope scope(stream.device);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -61,6 +61,9 @@ class FaultLink : public Link {
   void free(void* device, Stream stream) noexcept override {
     link_.free(device, stream);
   }
+  std::size_t freeBytes(int device) override {
+    return link_.freeBytes(device);
+  }
   bool capturing(Stream stream) override;
   void hostAccess(const void* host, std::size_t bytes, Access access) override {
     link_.hostAccess(host, bytes, access);

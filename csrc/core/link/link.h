@@ -91,6 +91,9 @@ class Link {
   /// Gives back memory of allocate(); what is enqueued on its stream by now may still use it.
   virtual void free(void* device, Stream stream) noexcept = 0;
 
+  /// Device memory that nobody uses: neither we nor anybody else on this device, within the limits that this process has.
+  virtual std::size_t freeBytes(int device) = 0;
+
   /// Whether work on `stream` is being captured into a graph rather than run.
   virtual bool capturing(Stream stream) = 0;
   /// Tells the simulation that the host reads or writes these bytes now; hardware has no use for it.

@@ -196,6 +196,11 @@ void* SimLink::allocate(std::size_t bytes, Stream stream) {
   return data;
 }
 
+std::size_t SimLink::freeBytes(int device) {
+  const Lock lock = enter();
+  return memory_.bytesFree(device);
+}
+
 void SimLink::free(void* device, Stream stream) noexcept {
   enterQuietly([&](Lock& lock) {
     const Actor actor = actorOf(stream);

@@ -75,6 +75,7 @@ class SimLink final : public Link {
   }
   void* allocate(std::size_t bytes, Stream stream) override;
   void free(void* device, Stream stream) noexcept override;
+  std::size_t freeBytes(int device) override;
   bool capturing(Stream /*stream*/) override {
     return false;
   }

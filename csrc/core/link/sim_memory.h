@@ -83,6 +83,10 @@ class SimMemory {
   std::optional<std::string> complaint(MemoryRange range);
   std::string describe(MemoryRange range);
 
+  std::size_t bytesFree(int device) const {
+    const std::size_t used = bytesInUse(device);
+    return used < deviceBytes_ ? deviceBytes_ - used : 0;
+  }
   std::size_t bytesInUse(int device) const {
     return devices_[static_cast<std::size_t>(device)].inUse;
   }

@@ -1,0 +1,180 @@
+// How results become the newest bytes of a Block, and how these come home.
+#include "core/residency.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace offload {
+
+void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
+  Device& dev = device(producer.device);
+  auto slot = std::make_shared<Slot>();
+  slot->extent = {0, block.bytes};
+  slot->device = producer.device;
+  slot->state = SlotState::Dirty;
+  slot->buffer = std::move(buffer);
+  slot->data = static_cast<std::byte*>(slot->buffer.data);
+  Slots retired;
+  {
+    Lock lock(mutex_);
+    dev.queue.makeRoom(slot->buffer.bytes, ring(slot->buffer.bytes), retired);
+    dev.queue.add(slot, Share::Passing);
+  }
+  release(retired);
+  const Pin pinned(*this, slot, slot->data, producer); // gives the memory up if anything throws
+  refuseCapture(producer, "keep a result");
+  settle();
+  look(dev);
+  slot->ready = events_.record(producer);
+  {
+    Lock lock(mutex_);
+    awaitIssued(lock, block);
+    slot->block = &block;
+    slot->version = ++block.version;
+    retireStale(block, retired);
+    block.slots.push_back(slot);
+    dev.queue.move(slot, Share::Dirty);
+    ++block.adoptions;
+  }
+  release(retired);
+  std::vector<Token> leasedUntil;
+  {
+    Lock lock(mutex_);
+    const bool leased = block.leases > 0;
+    awaitIssued(lock, block);
+    if (dirtyOf(block) == slot) {
+      if (leased) {
+        writeHome(lock, slot);
+      } else if (isLastWrite(block)) {
+        tryWriteHome(lock, slot);
+      }
+    }
+    spill(lock, dev, dev.budget);
+    if (leased) block.writers.appendTo(leasedUntil);
+  }
+  for (const Token& token : leasedUntil) token.wait();
+}
+
+void Residency::store(Block& block, Extent extent, const void* source, Stream producer) {
+  refuseCapture(producer, "copy into an offload tensor");
+  settle();
+  if (extent.bytes() == 0) return;
+  requireWithin(block, extent);
+  Device& dev = device(producer.device);
+  std::vector<Token> after{events_.record(producer)};
+  Slots retired;
+  {
+    Lock lock(mutex_);
+    awaitIssued(lock, block);
+    // What all of is overwritten need not come home before.
+    const bool whole = extent == Extent{0, block.bytes};
+    for (auto dirty = dirtyOf(block); dirty && !whole; dirty = dirtyOf(block)) writeHome(lock, dirty);
+    block.writers.appendTo(after);
+    block.readers.appendTo(after);
+    ++block.issuing;
+  }
+  TokenSet home;
+  std::exception_ptr failure;
+  try {
+    auto* const host = static_cast<std::byte*>(block.data) + extent.begin;
+    dev.transfer.toHost(host, source, extent.bytes(), memoryOf(block), after, home).orderBefore(producer);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  bool leased = false;
+  {
+    Lock lock(mutex_);
+    --block.issuing;
+    block.writers.add(home);
+    block.hostVersion = ++block.version;
+    retireStale(block, retired);
+    leased = block.leases > 0;
+  }
+  issued_.notify_all();
+  release(retired);
+  // After a failure the source may go as soon as the caller learns of it.
+  if (leased || failure) home.wait();
+  if (failure) std::rethrow_exception(failure);
+}
+
+// Enqueues the copy of a Dirty Slot's bytes to the host. Lets go of the mutex meanwhile; the Block can't go, since whoever destroys
+// it waits for what is being issued.
+void Residency::writeHome(Lock& lock, const std::shared_ptr<Slot>& slot) {
+  Block& block = *slot->block;
+  Device& dev = device(slot->device);
+  std::vector<Token> after{slot->ready};
+  block.writers.appendTo(after);
+  block.readers.appendTo(after);
+  slot->become(SlotState::WritingBack);
+  dev.queue.pin(slot);
+  ++block.issuing;
+  lock.unlock();
+  TokenSet home;
+  std::exception_ptr failure;
+  try {
+    dev.transfer.toHost(block.data, slot->data, block.bytes, memoryOf(block), after, home);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  lock.lock();
+  --block.issuing;
+  block.writers.add(home);
+  slot->readers.add(home);
+  if (failure) {
+    slot->become(SlotState::Dirty); // the only place where these bytes are
+  } else {
+    slot->become(SlotState::Clean);
+    block.hostVersion = std::max(block.hostVersion, slot->version);
+    dev.queue.move(slot, Share::Passing);
+  }
+  Slots retired;
+  letGo(slot, retired);
+  issued_.notify_all();
+  if (!retired.empty()) {
+    lock.unlock();
+    release(retired);
+    lock.lock();
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+// What the Link refuses stays Dirty: nothing is lost, and whoever needs the room, or the bytes, tries again.
+bool Residency::tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noexcept {
+  try {
+    writeHome(lock, slot);
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+// Sends home what has been Dirty for longest, until the rest is within the budget.
+void Residency::spill(Lock& lock, Device& dev, std::size_t budget) noexcept {
+  while (dev.queue.budgetedBytes() > budget) {
+    const auto slot = dev.queue.oldestDirty();
+    if (!slot || !tryWriteHome(lock, slot)) return;
+  }
+}
+
+std::shared_ptr<Slot> Residency::dirtyOf(const Block& block) const {
+  for (const auto& slot : block.slots) {
+    if (slot->version == block.version && slot->share == Share::Dirty) return slot;
+  }
+  return nullptr;
+}
+
+// Note [When a gradient goes home]
+// The optimizer reads it on the host once all micro-batches have added to it. Sent home at each of them, most trips are for
+// nothing; sent home when the optimizer asks, none overlaps with the backward pass. So it goes at the addition that was the last one
+// before the host read a gradient last time. Other results stay until their room is wanted or the host asks: most never have to go.
+bool Residency::isLastWrite(const Block& block) const {
+  return block.purpose == Purpose::Gradient && block.adoptions >= writesOfGradients_;
+}
+
+void Residency::expectRead(Block& block) {
+  if (block.purpose != Purpose::Gradient || block.adoptions == 0) return;
+  writesOfGradients_ = block.adoptions;
+  block.adoptions = 0;
+}
+
+} // namespace offload

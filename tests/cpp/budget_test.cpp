@@ -1,0 +1,250 @@
+// What stays on the device within a budget, what is newer there than on the host, and how both give way.
+
+#include "core_rig.h"
+
+namespace offload {
+namespace {
+
+using namespace core_test;
+
+constexpr std::size_t kBytes = std::size_t{2} << 20; // more than what stays because it is small
+
+CoreOptions withBudget(std::optional<std::size_t> budget, std::size_t ring = kBytes) {
+  CoreOptions options;
+  options.cache.budgetBytes = budget;
+  options.cache.ringBytes = ring;
+  options.sim.deviceBytes = 64 * kBytes;
+  options.cache.headroomBytes = 4 * kBytes;
+  return options;
+}
+
+class Budget : public ::testing::Test {
+ protected:
+  void make(std::optional<std::size_t> budget, std::size_t count) {
+    rig_ = std::make_unique<Rig>(withBudget(budget));
+    for (std::size_t k = 0; k < count; ++k) layers_.push_back(rig_->newBlock(pattern(k, kBytes)));
+  }
+  ~Budget() override {
+    layers_.clear();
+  }
+  /// Fetches every layer in order, checks its bytes, and returns how many bytes the link carried for that.
+  std::size_t pass(bool backward = false) {
+    const std::size_t before = rig_->cache.transferStats(0).bytesToDevice;
+    for (std::size_t k = 0; k < layers_.size(); ++k) {
+      const std::size_t i = backward ? layers_.size() - 1 - k : k;
+      const Pin pin = rig_->cache.fetch(*layers_[i], {0, kBytes}, {});
+      const auto seen = rig_->readOnDevice({}, pin.data(), kBytes);
+      rig_->sim.drain();
+      EXPECT_EQ(*seen, pattern(tag_ + i, kBytes)) << "layer " << i;
+    }
+    for (const auto& layer : layers_) rig_->cache.validate(*layer);
+    return rig_->cache.transferStats(0).bytesToDevice - before;
+  }
+  std::size_t home() const {
+    return rig_->cache.transferStats(0).bytesToHost;
+  }
+  void adopt(Block& block, std::uint64_t tag) {
+    rig_->cache.adopt(block, rig_->newResult({}, pattern(tag, block.bytes)), {});
+    rig_->cache.validate(block);
+  }
+  Rig::BlockPtr newGradient() {
+    auto block = rig_->newBlock(kBytes);
+    block->purpose = Purpose::Gradient;
+    return block;
+  }
+
+  std::unique_ptr<Rig> rig_;
+  std::vector<Rig::BlockPtr> layers_;
+  std::uint64_t tag_ = 0;
+};
+
+TEST_F(Budget, WhatFitsIsFetchedOnce) {
+  make(8 * kBytes, 8);
+  EXPECT_EQ(pass(), 8 * kBytes);
+  EXPECT_EQ(pass(), 0U);
+  EXPECT_EQ(pass(true), 0U);
+}
+
+TEST_F(Budget, AShareOfACycleIsSaved) {
+  make(4 * kBytes, 8);
+  pass();
+  pass();
+  for (int step = 0; step < 4; ++step) {
+    EXPECT_EQ(pass(), 4 * kBytes);
+    EXPECT_EQ(rig_->cache.stats(0).stayingBytes, 4 * kBytes);
+  }
+}
+
+TEST_F(Budget, OfForwardAndBackwardTheTurningPointsAreSavedToo) {
+  make(4 * kBytes, 8);
+  pass();
+  pass(true);
+  for (int step = 0; step < 3; ++step) {
+    EXPECT_LE(pass(), 4 * kBytes);
+    EXPECT_LE(pass(true), 4 * kBytes);
+  }
+}
+
+TEST_F(Budget, AHostWriteIsSeenAndCostsOneFetch) {
+  make(8 * kBytes, 8);
+  pass();
+  pass();
+  for (std::size_t k = 0; k < layers_.size(); ++k) rig_->write(*layers_[k], pattern(100 + k, kBytes));
+  tag_ = 100;
+  EXPECT_EQ(pass(), 8 * kBytes);
+  EXPECT_EQ(pass(), 0U);
+}
+
+TEST_F(Budget, MayBeChangedAtAnyTime) {
+  make(8 * kBytes, 8);
+  pass();
+  pass();
+  rig_->cache.setBudget(0);
+  EXPECT_EQ(rig_->cache.stats(0).stayingBytes, 0U);
+  EXPECT_EQ(pass(), 8 * kBytes);
+  rig_->cache.setBudget(8 * kBytes);
+  pass();
+  pass();
+  EXPECT_EQ(pass(), 0U);
+}
+
+TEST_F(Budget, AnAutomaticOneTakesWhatIsFreeAndGivesItBack) {
+  make(std::nullopt, 40);
+  pass();
+  pass();
+  EXPECT_EQ(pass(), 0U);
+  // Beside what somebody else takes, the headroom and a ring of two, 36 are left.
+  void* const taken = rig_->sim.allocate(22 * kBytes, {});
+  pass();
+  pass();
+  EXPECT_EQ(rig_->cache.stats(0).stayingBytes, 36 * kBytes);
+  EXPECT_EQ(pass(), 4 * kBytes);
+  rig_->sim.free(taken, {});
+  pass();
+  pass();
+  EXPECT_EQ(pass(), 0U);
+}
+
+TEST_F(Budget, IsGivenBackWhereAnAllocatorAsks) {
+  make(8 * kBytes, 8);
+  pass();
+  const Pin pinned = rig_->cache.fetch(*layers_[0], {0, kBytes}, {});
+  EXPECT_EQ(rig_->cache.relieve(0, kBytes + 1), 2 * kBytes);
+  EXPECT_EQ(rig_->cache.stats(0).slotBytes, 6 * kBytes);
+  EXPECT_EQ(rig_->cache.relieve(0, 100 * kBytes), 5 * kBytes) << "all but what is pinned";
+  EXPECT_EQ(rig_->cache.relieve(0, 1), 0U);
+  rig_->sim.drain();
+  EXPECT_EQ(std::memcmp(pinned.data(), pattern(0, kBytes).data(), kBytes), 0);
+}
+
+TEST_F(Budget, AResultStaysUntilTheHostAsks) {
+  make(4 * kBytes, 0);
+  const auto block = rig_->newBlock(kBytes);
+  adopt(*block, 1);
+  EXPECT_EQ(home(), 0U);
+  EXPECT_EQ(rig_->cache.stats(0).dirtyBytes, kBytes);
+  const Pin pin = rig_->cache.fetch(*block, {256, 1024}, {});
+  EXPECT_EQ(rig_->cache.stats(0).hits, 1U);
+  EXPECT_EQ(rig_->read(*block), pattern(1, kBytes));
+  EXPECT_EQ(home(), kBytes);
+  EXPECT_EQ(rig_->cache.stats(0).dirtyBytes, 0U);
+  EXPECT_EQ(rig_->read(*block), pattern(1, kBytes));
+  EXPECT_EQ(home(), kBytes) << "it is home already";
+}
+
+TEST_F(Budget, AResultThatNobodyAsksForNeverMoves) {
+  make(4 * kBytes, 0);
+  for (std::uint64_t k = 0; k < 10; ++k) {
+    const auto block = rig_->newBlock(kBytes);
+    for (std::uint64_t j = 0; j < 3; ++j) adopt(*block, 3 * k + j);
+    const Pin pin = rig_->cache.fetch(*block, {0, kBytes}, {});
+    const auto seen = rig_->readOnDevice({}, pin.data(), kBytes);
+    rig_->sim.drain();
+    EXPECT_EQ(*seen, pattern(3 * k + 2, kBytes));
+  }
+  EXPECT_EQ(home(), 0U);
+  EXPECT_EQ(rig_->cache.stats(0).slotBytes, 0U);
+}
+
+TEST_F(Budget, WhatDoesNotFitGoesHomeTheOldestFirst) {
+  make(3 * kBytes, 0);
+  std::vector<Rig::BlockPtr> blocks;
+  for (std::uint64_t k = 0; k < 5; ++k) {
+    blocks.push_back(rig_->newBlock(kBytes));
+    adopt(*blocks.back(), k);
+  }
+  EXPECT_EQ(home(), 2 * kBytes);
+  EXPECT_EQ(rig_->cache.stats(0).dirtyBytes, 3 * kBytes);
+  EXPECT_LT(blocks[4]->hostVersion, blocks[4]->version);
+  EXPECT_EQ(blocks[0]->hostVersion, blocks[0]->version);
+  for (std::uint64_t k = 0; k < 5; ++k) EXPECT_EQ(rig_->read(*blocks[k]), pattern(k, kBytes));
+  EXPECT_EQ(home(), 5 * kBytes);
+}
+
+TEST_F(Budget, WithoutOneResultsGoHomeAtOnce) {
+  make(0, 0);
+  const auto block = rig_->newBlock(kBytes);
+  adopt(*block, 1);
+  EXPECT_EQ(home(), kBytes);
+  EXPECT_EQ(rig_->cache.stats(0).dirtyBytes, 0U);
+}
+
+TEST_F(Budget, AGradientGoesHomeAtItsLastAddition) {
+  make(4 * kBytes, 0);
+  for (const std::uint32_t rounds : {1U, 4U, 2U}) {
+    for (int step = 0; step < 3; ++step) {
+      const auto gradient = newGradient();
+      const std::size_t before = home();
+      for (std::uint32_t k = 0; k < rounds; ++k) adopt(*gradient, k);
+      const std::size_t unasked = home() - before;
+      EXPECT_EQ(rig_->read(*gradient), pattern(rounds - 1, kBytes));
+      if (step == 0) continue; // learns
+      EXPECT_EQ(unasked, kBytes) << rounds << " rounds: on its way before the host asks";
+      EXPECT_EQ(home() - before, kBytes) << rounds << " rounds: one trip";
+    }
+  }
+}
+
+TEST_F(Budget, APartOfADirtyBlockIsWrittenAroundWhatIsThere) {
+  make(4 * kBytes, 0);
+  const auto block = rig_->newBlock(kBytes);
+  adopt(*block, 1);
+  const Bytes part = pattern(2, 1024);
+  const DeviceBuffer source = rig_->newResult({}, part);
+  rig_->cache.store(*block, {512, 1536}, source.data, {});
+  Bytes expected = pattern(1, kBytes);
+  std::copy(part.begin(), part.end(), expected.begin() + 512);
+  EXPECT_EQ(rig_->read(*block), expected);
+  const Pin pin = rig_->cache.fetch(*block, {0, kBytes}, {});
+  rig_->sim.drain();
+  EXPECT_EQ(std::memcmp(pin.data(), expected.data(), kBytes), 0);
+}
+
+TEST_F(Budget, ARefusedTripHomeLosesNothing) {
+  make(4 * kBytes, 0);
+  const auto block = rig_->newBlock(kBytes);
+  adopt(*block, 1);
+  for (std::uint64_t call = 1; call < 4; ++call) {
+    rig_->link.fail(call);
+    try {
+      const HostLease lease = rig_->cache.lease(*block, Access::Read);
+    } catch (const Error&) {
+    }
+    rig_->link.fail(0);
+    rig_->cache.validate(*block);
+  }
+  EXPECT_EQ(rig_->read(*block), pattern(1, kBytes));
+}
+
+TEST_F(Budget, AnEmptyCacheHasSentEverythingHome) {
+  make(8 * kBytes, 2);
+  const auto block = rig_->newBlock(kBytes);
+  adopt(*block, 1);
+  pass();
+  EXPECT_EQ(rig_->cache.emptyCache(0), 3 * kBytes);
+  EXPECT_EQ(rig_->cache.stats(0).slotBytes, 0U);
+  EXPECT_EQ(rig_->read(*block), pattern(1, kBytes));
+}
+
+} // namespace
+} // namespace offload
