@@ -42,6 +42,13 @@ std::size_t defaultRingBytes(Backend backend) {
   return std::clamp<std::size_t>(cuda::totalMemory() / 16, std::size_t{64} << 20, most);
 }
 
+// What PyTorch may ask for between two looks at what is free, without our having to give something back for it.
+std::size_t headroomBytes(Backend backend) {
+  constexpr std::size_t most = std::size_t{4} << 30;
+  if (backend != Backend::Cuda) return std::size_t{1} << 20;
+  return std::clamp<std::size_t>(cuda::totalMemory() / 16, std::size_t{256} << 20, most);
+}
+
 } // namespace
 
 Settings Settings::fromEnvironment() {
@@ -50,6 +57,10 @@ Settings Settings::fromEnvironment() {
   if (link != nullptr && *link != '\0') settings.link = link;
   settings.seed = environmentNumber("TORCH_OFFLOAD_SEED", settings.seed);
   settings.ringBytes = environmentNumber("TORCH_OFFLOAD_RING_BYTES", settings.ringBytes);
+  const char* budget = std::getenv("TORCH_OFFLOAD_BUDGET");
+  if (budget != nullptr && *budget != '\0' && std::strcmp(budget, "auto") != 0) {
+    settings.budgetBytes = environmentNumber("TORCH_OFFLOAD_BUDGET", 0);
+  }
   settings.pinnedLimit = environmentNumber("TORCH_OFFLOAD_PINNED_LIMIT", settings.pinnedLimit);
   settings.evictAtUnpin = environmentNumber("TORCH_OFFLOAD_EVICT", 0) != 0;
   settings.poison = environmentNumber("TORCH_OFFLOAD_POISON", 0) != 0;
@@ -110,6 +121,8 @@ Context::Context(const Settings& settings) {
   if (!link_) return;
   ResidencyOptions options;
   options.ringBytes = settings.ringBytes > 0 ? settings.ringBytes : defaultRingBytes(backend_);
+  options.budgetBytes = settings.budgetBytes;
+  options.headroomBytes = headroomBytes(backend_);
   options.evictAtUnpin = settings.evictAtUnpin;
   options.poison = settings.poison;
   options.copyDelay = settings.copyDelay;
@@ -121,7 +134,7 @@ Stream Context::currentStream(c10::DeviceIndex index) const {
   return {0, nullptr};
 }
 
-c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born born) {
+c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose) {
   const c10::Device device(kOffload, index);
   if (bytes == 0) return {nullptr, device};
   HostRange range;
@@ -131,6 +144,7 @@ c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born b
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   }
   auto* block = new Block(range.data, bytes, range.pinned ? BlockKind::Pinned : BlockKind::Pageable, born, index);
+  block->purpose = purpose;
   return listed(block);
 }
 

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 
@@ -29,12 +30,13 @@ struct Settings {
   std::string link = "auto"; // "auto", "cuda", "sim" or "none"
   std::uint64_t seed = 0; // of the simulation
   std::size_t ringBytes = 0; // 0: chosen from the device's memory
+  std::optional<std::size_t> budgetBytes; // none: what is free
   std::size_t pinnedLimit = SIZE_MAX;
   bool evictAtUnpin = false;
   bool poison = false;
   std::chrono::microseconds copyDelay{0};
 
-  /// From TORCH_OFFLOAD_LINK, _SEED, _RING_BYTES, _PINNED_LIMIT, _EVICT, _POISON and _COPY_DELAY_US.
+  /// From TORCH_OFFLOAD_LINK, _SEED, _RING_BYTES, _BUDGET, _PINNED_LIMIT, _EVICT, _POISON and _COPY_DELAY_US.
   static Settings fromEnvironment();
 };
 
@@ -71,7 +73,7 @@ class Context {
   Stream currentStream(c10::DeviceIndex index) const;
 
   /// Host memory for a storage of `offload:index`. The DataPtr owns the Block.
-  c10::DataPtr newBlock(std::size_t bytes, c10::DeviceIndex index, Born born);
+  c10::DataPtr newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose = Purpose::Unknown);
   /// The same over memory of somebody else, which `owner` keeps alive.
   c10::DataPtr foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner);
 

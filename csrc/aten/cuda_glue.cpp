@@ -9,14 +9,21 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
 #endif
 
 namespace offload::cuda {
 
 #ifdef OFFLOAD_WITH_CUDA
 namespace {
+
+std::size_t freeBytes(c10::DeviceIndex index);
 
 class CachingMemory final : public DeviceMemory {
  public:
@@ -31,6 +38,72 @@ class CachingMemory final : public DeviceMemory {
 
   void free(void* device, Stream /*stream*/) noexcept override {
     c10::cuda::CUDACachingAllocator::raw_delete(device);
+  }
+
+  std::size_t freeBytes(int device) override {
+    return cuda::freeBytes(static_cast<c10::DeviceIndex>(device));
+  }
+};
+
+std::size_t reservedBytes(c10::DeviceIndex index) {
+  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(index);
+  return static_cast<std::size_t>(stats.reserved_bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current);
+}
+
+// What the driver has free, within what the process may take by set_per_process_memory_fraction().
+std::size_t freeBytes(c10::DeviceIndex index) {
+  c10::cuda::CUDAGuard guard(index);
+  std::size_t free = 0;
+  std::size_t total = 0;
+  if (cudaMemGetInfo(&free, &total) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return 0;
+  }
+  const double fraction = c10::cuda::CUDACachingAllocator::getMemoryFraction(index);
+  if (fraction >= 1.0) return free;
+  const auto allowed = static_cast<std::size_t>(fraction * static_cast<double>(total));
+  const std::size_t reserved = reservedBytes(index);
+  return std::min(free, allowed > reserved ? allowed - reserved : 0);
+}
+
+// Note [What the allocator asks for]
+// It calls back at every request that none of its free blocks serves, before it asks the driver, and doesn't say for how much. So
+// the answer goes by what it has taken before: twice the most that its memory has grown by from one call to the next, and an
+// eighth of the device at least. A request beyond both and beyond what is free fails; then it is known, and the next may succeed.
+class Relief {
+ public:
+  explicit Relief(Relieve relieve) : relieve_(relieve), demand_(c10::cuda::device_count()), reserved_(demand_.size()) {}
+
+  bool ask(c10::DeviceIndex index) {
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return false;
+    auto& demand = demand_[static_cast<std::size_t>(index)];
+    auto& reserved = reserved_[static_cast<std::size_t>(index)];
+    const std::size_t now = reservedBytes(index);
+    if (demand == 0) demand = at::cuda::getDeviceProperties(index)->totalGlobalMem / 8;
+    if (reserved != 0 && now > reserved) demand = std::max(demand, 2 * (now - reserved));
+    reserved = now;
+    return relieve_(index, freeBytes(index), demand) > 0;
+  }
+
+  void refused(c10::DeviceIndex index, std::size_t bytes) {
+    auto& demand = demand_[static_cast<std::size_t>(index)];
+    demand = std::max(demand, bytes);
+    relieve_(index, 0, bytes);
+  }
+
+ private:
+  const Relieve relieve_;
+  std::vector<std::size_t> demand_; // guarded by the allocator's own lock, by device
+  std::vector<std::size_t> reserved_;
+};
+
+std::atomic<Relief*> theRelief{nullptr};
+
+class AskRelief final : public c10::FreeMemoryCallback {
+ public:
+  bool Execute() override {
+    Relief* relief = theRelief.load(std::memory_order_acquire);
+    return relief != nullptr && relief->ask(c10::cuda::current_device());
   }
 };
 
@@ -50,6 +123,14 @@ Stream currentStream(c10::DeviceIndex index) {
 
 Stream streamOf(c10::Stream stream) {
   return {stream.device_index(), c10::cuda::CUDAStream(stream).stream()};
+}
+
+void relieveAllocatorBy(Relieve relieve) {
+  theRelief.store(new Relief(relieve), std::memory_order_release);
+  c10::cuda::CUDACachingAllocator::attachOutOfMemoryObserver(
+      [](std::int64_t device, std::size_t bytes, std::size_t /*allowed*/, std::size_t /*free*/) {
+        theRelief.load()->refused(static_cast<c10::DeviceIndex>(device), bytes);
+      });
 }
 
 std::unique_ptr<Link> makeLink() {
@@ -75,6 +156,8 @@ Stream streamOf(c10::Stream stream) {
   return {stream.device_index(), nullptr};
 }
 
+void relieveAllocatorBy(Relieve /*relieve*/) {}
+
 std::unique_ptr<Link> makeLink() {
   throw Error("offload: this build has no CUDA support; install a CUDA build of torch and build torch_offload again.");
 }
@@ -82,3 +165,11 @@ std::unique_ptr<Link> makeLink() {
 #endif
 
 } // namespace offload::cuda
+
+#ifdef OFFLOAD_WITH_CUDA
+namespace c10 {
+// The registry is found by its plain name.
+using offload::cuda::AskRelief;
+REGISTER_FREE_MEMORY_CALLBACK("torch_offload", AskRelief)
+} // namespace c10
+#endif

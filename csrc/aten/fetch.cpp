@@ -123,7 +123,7 @@ at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device comp
   return result;
 }
 
-at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device computed) {
+at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose) {
   checkDense(value);
   Context& context = Context::get();
   const auto& storage = value.storage();
@@ -133,7 +133,7 @@ at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device co
   home = withIndex(home);
   c10::DataPtr data;
   if (onDevice) {
-    data = context.newBlock(storage.nbytes(), home.index(), Born::Device);
+    data = context.newBlock(storage.nbytes(), home.index(), Born::Device, purpose);
     adoptBytes(*static_cast<Block*>(data.get_context()), value);
   } else {
     data = context.foreignBlock(const_cast<void*>(storage.data()), storage.nbytes(), home.index(), keep(storage));

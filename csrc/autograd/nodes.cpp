@@ -51,7 +51,7 @@ struct FetchBackward final : Node {
     if (!gradient.defined() || !task_should_compute_output(0)) return {at::Tensor()};
     // A gradient that nobody else holds gives its memory away.
     if (!isSoleOwner(gradient) || torch::autograd::GradMode::is_enabled() || tracing()) return {callStash(gradient, home)};
-    return {stashResult(gradient, home, target)};
+    return {stashResult(gradient, home, target, Purpose::Gradient)};
   }
   std::string name() const override {
     return "FetchBackward";
