@@ -1,20 +1,27 @@
 // The caching host allocator that Blocks come from.
 //
 // Note [Arena]
-// Host memory comes from the system in regions. A large request that no free range fits gets a region of its own size, exact to the
-// page; small ones share a region. A region is page-locked where the Link wants that, and stays so while it is cached. Ranges split and coalesce within
-// their region; the best fit wins. A range that a copy still reads or writes is *pending*: it is not handed out before its tokens
-// are done. free() is called from deleters: it neither waits nor calls the Link.
+// Host memory comes from the system in regions, which are page-locked where the Link wants that, and stay so while they are cached.
+// Each is locked in one call and no range crosses two of them: CUDA refuses to copy what is locked only in part. A large request that
+// no free range fits gets a region of its own, exact to the page; others share regions, small ones by slabs (arena_slabs.h). Ranges
+// split and coalesce within their region; the best fit wins, and page-locked memory comes before pageable.
+//
+// A range that a copy still reads or writes is *pending*: it is not handed out before its tokens are done. They are asked a few at a
+// time, and all of them where nothing fits. free() is called from deleters: it neither waits nor calls the Link.
+//
+// One mutex guards everything. No call to the Link or the system is made under it: threads go on while one of them locks gigabytes.
 #pragma once
 
+#include "core/arena_budget.h"
+#include "core/arena_ranges.h"
+#include "core/arena_slabs.h"
 #include "core/token.h"
 
 #include <cstdint>
+#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 
 namespace offload {
@@ -26,16 +33,22 @@ struct HostRange {
 };
 
 struct ArenaOptions {
-  /// Bytes of a region that small requests share.
+  /// Bytes of a region that requests share, at most. While the Arena is small they are fewer, so that little is left over.
   std::size_t sharedRegionBytes = std::size_t{32} << 20;
-  /// Bytes from which on a request gets a region of its own.
+  /// Bytes from which on a request always gets a region of its own.
   std::size_t ownRegionBytes = std::size_t{8} << 20;
-  /// Bytes that may be page-locked; past it memory is pageable.
+  /// Bytes of a slab, at most; a sixteenth of sharedRegionBytes if that is less.
+  std::size_t slabBytes = std::size_t{64} << 10;
+  /// Bytes that may be page-locked; past it memory is pageable. The system may allow less: arena_budget.h.
   std::size_t pinnedLimit = SIZE_MAX;
+  /// Touches all pages ahead of page-locking them, on several threads. Without it the driver does, on one.
+  bool prefault = true;
   /// Fills every range with 0xFF before handing it out, so that a read of bytes that nobody wrote shows as NaN.
   bool poison = false;
   /// Called with one sentence when memory can't be page-locked; at most once.
   std::function<void(const std::string&)> warn;
+  /// What memory there is, in place of readMemoryLimits().
+  std::function<MemoryLimits()> memoryLimits;
 };
 
 struct ArenaStats {
@@ -72,31 +85,44 @@ class Arena {
   void validate() const;
 
  private:
-  struct Region;
+  using Lock = std::lock_guard<std::mutex>;
+  using RegionPtr = std::unique_ptr<ArenaRegion>;
+  enum class Poll { Some, All, Wait };
   struct Pending {
-    void* data; // a range of ours, or null where `owner` holds other memory
+    HostAddress range; // ours, or 0 where `owner` holds other memory
     std::vector<Token> tokens;
     std::shared_ptr<void> owner;
   };
-  using Address = std::uintptr_t;
 
-  Region& regionOf(const void* data);
-  HostRange take(std::size_t bytes);
-  HostRange carve(Region& region, Address begin, std::size_t free, std::size_t bytes);
-  void giveBack(void* data);
-  void insertFree(Region& region, Address begin, std::size_t bytes);
-  bool collect(bool wait);
-  std::unique_ptr<Region> newRegion(std::size_t bytes);
-  void destroy(Region& region) noexcept;
+  HostRange take(std::size_t bytes, HostKind kind);
+  HostRange carve(const Lock&, std::size_t bytes, HostKind kind);
+  std::size_t bytesOf(const Lock&, HostAddress range) const;
+  void giveBack(const Lock&, HostAddress range);
+  bool collect(Poll poll);
+
+  HostRange grow(std::size_t bytes);
+  HostRange place(RegionPtr region, std::size_t bytes);
+  RegionPtr lockedRegion(std::size_t bytes);
+  std::size_t grant(std::size_t bytes, bool exact);
+  std::size_t leastRegion(std::size_t bytes) const;
+  std::size_t regionFor(const Lock&, std::size_t bytes) const;
+  void warn(std::size_t bytes);
+  void trimExcess(std::size_t bytes);
+  std::size_t release(std::size_t pageable, std::size_t locked);
+  std::size_t destroy(ArenaRanges::Regions regions) noexcept;
+  void look();
 
   Link* const link_;
   const ArenaOptions options_;
+  const HostKind wanted_; // what memory is to be
   mutable std::mutex mutex_;
-  std::map<Address, std::unique_ptr<Region>> regions_; // by begin
-  std::set<std::pair<std::size_t, Address>> freeBySize_;
-  std::vector<Pending> pending_;
+  ArenaRanges ranges_;
+  ArenaSlabs slabs_;
+  ArenaBudget budget_;
+  std::deque<Pending> pending_;
   std::size_t pendingBytes_ = 0; // of ranges that are pending, also while a thread asks their tokens
-  ArenaStats stats_;
+  std::size_t mostHeld_ = 0; // the peak of bytes handed out or pending
+  ArenaStats stats_; // without reserved and pinned
   bool warned_ = false;
 };
 

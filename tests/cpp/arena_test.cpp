@@ -4,7 +4,7 @@
 #include <map>
 #include <thread>
 
-#include "core_rig.h"
+#include "arena_rig.h"
 
 namespace offload {
 namespace {
@@ -13,35 +13,6 @@ using namespace core_test;
 
 constexpr std::size_t kShared = 1 << 16;
 constexpr std::size_t kOwn = 1 << 15;
-
-/// Page-locks nothing and remembers what it was asked.
-class LockingLink final : public FaultLink {
- public:
-  using FaultLink::FaultLink;
-  bool registerHost(void* host, std::size_t bytes) override {
-    if (!FaultLink::registerHost(host, bytes)) {
-      return false;
-    }
-    locked[host] = bytes;
-    return true;
-  }
-  void unregisterHost(void* host, std::size_t bytes) noexcept override {
-    EXPECT_EQ(locked.at(host), bytes);
-    locked.erase(host);
-    FaultLink::unregisterHost(host, bytes);
-  }
-  std::map<void*, std::size_t> locked;
-};
-
-struct ArenaRig {
-  explicit ArenaRig(ArenaOptions options = smallRegions()) : link(sim), arena(&link, std::move(options)), pool(sim) {}
-
-  SimLink sim{{.bias = SimBias::Late}};
-  LockingLink link;
-  Arena arena;
-  EventPool pool;
-  Stream stream = sim.createStream(0);
-};
 
 TEST(Arena, RangesAreAlignedAndApart) {
   Arena arena(nullptr, smallRegions());
@@ -98,7 +69,9 @@ TEST(Arena, FreedNeighboursBecomeOneRange) {
 }
 
 TEST(Arena, TheBestFitWins) {
-  Arena arena(nullptr, smallRegions());
+  ArenaOptions options = smallRegions();
+  options.slabBytes = 0;
+  Arena arena(nullptr, options);
   void* const large = arena.allocate(8192).data;
   arena.allocate(512);
   void* const small = arena.allocate(1024).data;
@@ -226,26 +199,12 @@ TEST(Arena, PageLocksRegionsForAsLongAsItHasThem) {
   EXPECT_EQ(rig.arena.stats().pinned, kShared);
 }
 
-TEST(Arena, PastTheLimitMemoryIsPageableAndSaysSoOnce) {
-  ArenaOptions options = smallRegions();
-  std::vector<std::string> warnings;
-  options.pinnedLimit = kShared;
-  options.warn = [&](const std::string& sentence) { warnings.push_back(sentence); };
-  ArenaRig rig(std::move(options));
-  EXPECT_TRUE(rig.arena.allocate(kShared).pinned);
-  EXPECT_TRUE(warnings.empty());
-  EXPECT_FALSE(rig.arena.allocate(kShared).pinned);
-  EXPECT_FALSE(rig.arena.allocate(kShared).pinned);
-  ASSERT_EQ(warnings.size(), 1U);
-  EXPECT_NE(warnings[0].find("could not be page-locked"), std::string::npos);
-  EXPECT_EQ(rig.arena.stats().pinned, kShared);
-}
-
 TEST(Arena, MemoryThatCanNotBePageLockedIsPageable) {
   ArenaRig rig;
-  rig.link.fail(1);
+  rig.link.fail(1, Failing::FromThenOn);
   const HostRange range = rig.arena.allocate(100);
   EXPECT_FALSE(range.pinned);
+  rig.link.fail(0);
   std::memset(range.data, 1, 100);
   EXPECT_EQ(rig.arena.stats().pinned, 0U);
   rig.arena.free(range.data, {});
@@ -319,6 +278,47 @@ TEST(Arena, CountsAndPeaks) {
   EXPECT_EQ(arena.stats().reservedPeak, 0U);
 }
 
+TEST(Arena, PendingRangesCostAnAllocationFewQuestions) {
+  ArenaRig rig;
+  rig.arena.allocate(1000);
+  std::vector<void*> ranges;
+  for (int i = 0; i < 500; ++i) {
+    ranges.push_back(rig.arena.allocate(2048).data);
+  }
+  rig.sim.launchHost([] {}, rig.stream);
+  for (void* range : ranges) {
+    rig.arena.free(range, {rig.pool.record(rig.stream)});
+  }
+  // The last of them say nothing yet, whatever the seed makes of the first few questions.
+  rig.link.queries = 0;
+  rig.link.answer = false;
+  rig.arena.allocate(1000);
+  EXPECT_LE(rig.link.queries, 2);
+  rig.link.queries = 0;
+  rig.arena.allocate(100 * kShared); // nothing fits
+  EXPECT_LE(rig.link.queries, 4);
+  rig.arena.validate();
+  rig.link.answer.reset();
+  rig.sim.drain();
+  EXPECT_EQ(rig.arena.stats().count, 3U);
+  rig.arena.trim();
+  EXPECT_EQ(rig.arena.stats().reserved, 101 * kShared);
+}
+
+TEST(Arena, PendingRangesComeBackWithoutATrim) {
+  ArenaRig rig;
+  auto owner = std::make_shared<int>(0);
+  const std::weak_ptr<int> alive = owner;
+  // One that is never done stands before it.
+  rig.link.answer = false;
+  rig.arena.free(rig.arena.allocate(512).data, {rig.pool.record(rig.stream)});
+  rig.arena.keepAlive(std::move(owner), {});
+  for (int i = 0; i < 4; ++i) {
+    rig.arena.free(rig.arena.allocate(512).data, {});
+  }
+  EXPECT_TRUE(alive.expired());
+}
+
 TEST(Arena, ThreadsAllocateFreeAndValidateAtOnce) {
   ArenaRig rig;
   std::atomic<int> running{3};
@@ -327,13 +327,26 @@ TEST(Arena, ThreadsAllocateFreeAndValidateAtOnce) {
     threads.emplace_back([&, thread] {
       SimRandom random(thread);
       const Stream stream = rig.sim.createStream(0);
-      for (int repeat = 0; repeat < 300; ++repeat) {
-        const HostRange range = rig.arena.allocate(1 + random.below(4000));
-        std::memset(range.data, static_cast<int>(thread), range.bytes);
+      std::vector<HostRange> live;
+      auto release = [&] {
+        const HostRange range = live.back();
+        const auto* const data = static_cast<unsigned char*>(range.data);
+        EXPECT_EQ(static_cast<std::size_t>(std::count(data, data + range.bytes, thread)), range.bytes);
         rig.arena.free(range.data, {rig.pool.record(stream)});
+        live.pop_back();
+      };
+      for (int repeat = 0; repeat < 300; ++repeat) {
+        live.push_back(rig.arena.allocate(1 + random.below(random.oneIn(16) ? 2 * kShared : 4000)));
+        std::memset(live.back().data, static_cast<int>(thread), live.back().bytes);
+        while (live.size() > random.below(12)) {
+          release();
+        }
         if (random.oneIn(32)) {
           rig.arena.trim();
         }
+      }
+      while (!live.empty()) {
+        release();
       }
       --running;
     });
@@ -347,6 +360,7 @@ TEST(Arena, ThreadsAllocateFreeAndValidateAtOnce) {
   rig.sim.drain();
   rig.arena.trim();
   EXPECT_EQ(rig.arena.stats().reserved, 0U);
+  EXPECT_EQ(rig.link.lockedBytes, 0U);
 }
 
 } // namespace
