@@ -1,7 +1,8 @@
 """Forward through 12 blocks of the Llama-3-8B shape in bfloat16 (5.2 GB): weights on the GPU, on offload, and by a peer.
 
 No scheme that streams S bytes over a link of B bytes a second can beat ideal = max(resident, S / B). The ratio ideal / measured
-is printed for each way and number of tokens, and whether the output has the resident model's bits.
+is printed for each way and number of tokens, and whether the output has the resident model's bits. Nothing stays on the GPU from
+one pass to the next; residency.py measures what that changes.
 """
 
 import functools
@@ -27,10 +28,13 @@ from harness import (
 )
 from peers import close_variants, make_variants
 
+import torch_offload
+
 
 def main() -> None:
     options = arguments(__doc__, rounds=9).parse_args()
     device = compute_device(options.tiny)
+    torch_offload.set_budget(0)
     shape, count = (TINY, 3) if options.tiny else (LLAMA_8B, 12)
     lengths = [1, 32] if options.tiny else [1, 2048, 8192, 16384]
     rounds = 2 if options.tiny else options.rounds

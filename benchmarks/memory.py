@@ -5,8 +5,8 @@ weights. What the offload model takes above that must stay within
 
     max(ring, 2 x largest weight) + largest weight + its gradient
 
-for every ring: the cache's budget, which a fetch may always exceed up to twice its own bytes, and the weight and the gradient
-of the operation that is running. Blocks are of the Llama-3-8B shape in bfloat16. The exit status is 1 if a bound is exceeded.
+for every ring, with no budget beside it: a fetch may always exceed the ring up to twice its own bytes, and the
+weight and the gradient of the operation that is running are held. Blocks are of the Llama-3-8B shape in bfloat16. The exit status is 1 if a bound is exceeded.
 """
 
 import sys
@@ -36,6 +36,7 @@ def drop_gradients(model: nn.Module) -> None:
 def main() -> None:
     options = arguments(__doc__).parse_args()
     device = compute_device(options.tiny)
+    torch_offload.set_budget(0)
     shape, count, tokens = (TINY, 3, 32) if options.tiny else (LLAMA_8B, 8, 4096)
     rings = [1 << 14, 1 << 16] if options.tiny else [128 << 20, 512 << 20, 1 << 30]
 

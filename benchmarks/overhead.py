@@ -1,7 +1,7 @@
 """What an operation costs the host: microseconds a call with a small weight on offload against the same weight on CUDA.
 
 Calls follow each other without a wait, on weights so small that the GPU keeps up, and whose copies the cache holds; what is
-timed is the work of the CPU. `linear` has a kernel of its own, `layer_norm` stands for all operations that go the generic way.
+timed is the work of the CPU.
 """
 
 import functools

@@ -6,7 +6,7 @@ second, and once more in backward, while the gradients (S bytes) go up, at the r
 
     ideal = max(resident, S / B + S / D)
 
-B and D are measured in the same run. Activations are kept on the GPU by all variants. Gradients are compared with the resident
+Nothing stays on the GPU from one step to the next. B and D are measured in the same run. Activations are kept on the GPU by all variants. Gradients are compared with the resident
 model's by their largest relative difference in norm, which is above zero where PyTorch's own backward is not deterministic;
 exactness.py demands equality under deterministic algorithms.
 """
@@ -67,6 +67,7 @@ def memory_of(step: Callable[[], None], own: int) -> dict[str, int | None]:
 def main() -> None:
     options = arguments(__doc__, rounds=7).parse_args()
     device = compute_device(options.tiny)
+    torch_offload.set_budget(0)
     shape, count = (TINY, 3) if options.tiny else (LLAMA_8B, 8)
     lengths = [16, 32] if options.tiny else [4096, 16384]
     rounds = 2 if options.tiny else options.rounds

@@ -21,9 +21,11 @@ _register.register(_C)
 from torch_offload._scopes import on_host  # noqa: E402
 from torch_offload.device import (  # noqa: E402
     empty_cache,
+    get_budget,
     get_ring_bytes,
     memory_stats,
     memory_summary,
+    set_budget,
     set_ring_bytes,
     synchronize,
 )
@@ -32,10 +34,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "empty_cache",
+    "get_budget",
     "get_ring_bytes",
     "memory_stats",
     "memory_summary",
     "on_host",
+    "set_budget",
     "set_ring_bytes",
     "synchronize",
 ]

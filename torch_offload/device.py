@@ -4,6 +4,7 @@ Counts of bytes are of host memory (what offload tensors hold) unless a name say
 """
 
 import contextlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -160,6 +161,8 @@ def memory_summary(device: _Device = None) -> str:
         ("  of these page-locked", mib(stats["host.pinned_bytes.current"])),
         ("GPU bytes of the cache", mib(stats["device.slot_bytes.current"])),
         ("  at the peak", mib(stats["device.slot_bytes.peak"])),
+        ("  of these staying", mib(stats["device.staying_bytes.current"])),
+        ("  newer than the host's", mib(stats["device.dirty_bytes.current"])),
         ("fetches", f"{stats['cache.fetches']:10d}"),
         ("  found on the GPU", f"{stats['cache.hits']:10d}"),
         ("bytes to the GPU", mib(stats["link.bytes_to_device"])),
@@ -170,7 +173,7 @@ def memory_summary(device: _Device = None) -> str:
 
 
 def get_ring_bytes() -> int:
-    """GPU bytes that the cache stays within, apart from what is in use; 0 without a GPU."""
+    """GPU bytes for what is passing through; 0 without a GPU. What stays has a budget of its own, :func:`get_budget`."""
     return _C.ring_bytes()
 
 
@@ -179,6 +182,40 @@ def set_ring_bytes(count: int) -> None:
     if count < 0:
         raise ValueError(f"a number of bytes can't be negative; got {count}.")
     _C.set_ring_bytes(count)
+
+
+def get_budget(device: _Device = None) -> int:
+    """GPU bytes that the cache may hold beside the ring: weights that stay, and results that the host does not have yet.
+
+    Of an automatic budget this is what it comes to now. 0 without a GPU.
+    """
+    return _C.budget(_index(device))
+
+
+def set_budget(budget: int | str | None = "auto") -> None:
+    """Sets :func:`get_budget`, for every device.
+
+    Args:
+        budget: bytes, a share of the first GPU's memory (``"40%"``), or ``"auto"``, the default: what is free, less a headroom,
+            and PyTorch's allocator gets back what it asks for. ``0`` keeps nothing on the GPU beyond the ring.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    _C.set_budget(_bytes_of(budget))
+
+
+def _bytes_of(budget: int | str | None) -> int | None:
+    if budget is None or budget == "auto":
+        return None
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0:
+        return budget
+    share = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget) if isinstance(budget, str) else None
+    if share is None or float(share[1]) > 100:
+        raise ValueError(f'a budget is a number of bytes, a share like "40%", or "auto"; got {budget!r}.')
+    if not torch.cuda.is_available():
+        return 0
+    return int(float(share[1]) / 100 * torch.cuda.get_device_properties(0).total_memory)
 
 
 def _cuda_states() -> Iterable[int]:

@@ -47,7 +47,8 @@ class CachingMemory final : public DeviceMemory {
 
 std::size_t reservedBytes(c10::DeviceIndex index) {
   const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(index);
-  return static_cast<std::size_t>(stats.reserved_bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current);
+  return static_cast<std::size_t>(
+      stats.reserved_bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current);
 }
 
 // What the driver has free, within what the process may take by set_per_process_memory_fraction().

@@ -22,8 +22,7 @@ at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device comp
 
 /// The same for a result that nobody else will write to, made on the target `computed`: where that is a device, the memory becomes
 /// a Slot of the new Block, with no copy there; on a machine without one, the Block's host bytes.
-at::Tensor stashResult(
-    const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose = Purpose::Unknown);
+at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose = Purpose::Unknown);
 
 /// Makes such a result the value of an offload tensor that is all of its storage; false where it isn't, and nothing happened.
 bool replaceValue(const at::Tensor& offload, const at::Tensor& value);

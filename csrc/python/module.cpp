@@ -46,6 +46,8 @@ py::dict statistics(int index) {
   result["device.slot_bytes.current"] = slots.slotBytes;
   result["device.slot_bytes.peak"] = slots.slotBytesPeak;
   result["device.pinned_slot_bytes.current"] = slots.pinnedBytes;
+  result["device.staying_bytes.current"] = slots.stayingBytes;
+  result["device.dirty_bytes.current"] = slots.dirtyBytes;
   result["cache.fetches"] = slots.fetches;
   result["cache.hits"] = slots.hits;
   result["cache.evictions"] = slots.evictions;
@@ -118,6 +120,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
   m.def("empty_cache", &emptyCache, py::call_guard<py::gil_scoped_release>());
+  m.def("budget", [](int index) { return context().hasCache() ? context().residency().budget(checkedIndex(index)) : 0; });
+  m.def("set_budget", [](std::optional<std::size_t> bytes) {
+    py::gil_scoped_release release;
+    if (context().hasCache()) context().residency().setBudget(bytes);
+  });
   m.def("ring_bytes", [] { return context().hasCache() ? context().residency().ringBytes() : 0; });
   m.def("set_ring_bytes", [](std::size_t bytes) {
     if (context().hasCache()) context().residency().setRingBytes(bytes);

@@ -167,6 +167,7 @@ def test_freed_storage():
         ("TORCH_OFFLOAD_LINK", "nonsense", "names no link"),
         ("TORCH_OFFLOAD_LINK", "", "names no link"),
         ("TORCH_OFFLOAD_RING_BYTES", "lots", "not a whole number"),
+        ("TORCH_OFFLOAD_BUDGET", "half", "not a whole number"),
         ("TORCH_OFFLOAD_RING_BYTES", "-5", "not a whole number|negative"),
         ("TORCH_OFFLOAD_RING_BYTES", "1e9", "not a whole number"),
         ("TORCH_OFFLOAD_SEED", "x", "not a whole number"),

@@ -121,6 +121,7 @@ def test_memory_is_released_after_each_operation(generic):
     held = torch.offload.memory_stats()["device.pinned_slot_bytes.current"]
     torch.offload.empty_cache()
     torch.offload.set_ring_bytes(2 * size)
+    torch.offload.set_budget(0)
     torch.offload.reset_peak_memory_stats()
     try:
         x = data(width, width)
@@ -139,6 +140,7 @@ def test_memory_is_released_after_each_operation(generic):
         assert stats["device.slot_bytes.peak"] - held <= 8 * size
     finally:
         torch.offload.set_ring_bytes(before)
+        torch.offload.set_budget("auto")
 
 
 @pytest.mark.skipif(HOST, reason="there is no cache")

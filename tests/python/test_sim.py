@@ -57,15 +57,28 @@ RUNS = {
     "everything": (EVERYTHING, {"TORCH_OFFLOAD_SEED": "1", "TORCH_OFFLOAD_POISON": "1"}),
     "evict at once": (
         [*ORDER, "test_optim.py"],
-        {"TORCH_OFFLOAD_SEED": "2", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_EVICT": "1"},
+        {
+            "TORCH_OFFLOAD_SEED": "2",
+            "TORCH_OFFLOAD_POISON": "1",
+            "TORCH_OFFLOAD_EVICT": "1",
+            "TORCH_OFFLOAD_BUDGET": "0",
+        },
     ),
     "ring of 512 bytes": (
         ORDER,
-        {"TORCH_OFFLOAD_SEED": "3", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_RING_BYTES": "512"},
+        {
+            "TORCH_OFFLOAD_SEED": "3",
+            "TORCH_OFFLOAD_POISON": "1",
+            "TORCH_OFFLOAD_RING_BYTES": "512",
+            "TORCH_OFFLOAD_BUDGET": "0",
+        },
     ),
-    "another order": (ORDER, {"TORCH_OFFLOAD_SEED": "4", "TORCH_OFFLOAD_RING_BYTES": "4096"}),
-    "a third order": (ORDER, {"TORCH_OFFLOAD_SEED": "5", "TORCH_OFFLOAD_EVICT": "1"}),
-    "a fourth order": (ORDER, {"TORCH_OFFLOAD_SEED": "6", "TORCH_OFFLOAD_POISON": "1"}),
+    "another order": (
+        ORDER,
+        {"TORCH_OFFLOAD_SEED": "4", "TORCH_OFFLOAD_RING_BYTES": "4096", "TORCH_OFFLOAD_BUDGET": "2048"},
+    ),
+    "a third order": (ORDER, {"TORCH_OFFLOAD_SEED": "5", "TORCH_OFFLOAD_EVICT": "1", "TORCH_OFFLOAD_BUDGET": "512"}),
+    "a fourth order": (ORDER, {"TORCH_OFFLOAD_SEED": "6", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_BUDGET": "0"}),
     "a seed from outside": (ORDER, {"TORCH_OFFLOAD_SEED": os.environ.get("TORCH_OFFLOAD_SEED", "7")}),
 }
 
@@ -73,8 +86,15 @@ RUNS = {
 # The same files on a GPU, where copies can be late and free memory can be poisoned as well.
 GPU_RUNS = {
     "late copies": (ORDER, {"TORCH_OFFLOAD_COPY_DELAY_US": "2000", "TORCH_OFFLOAD_POISON": "1"}),
+    "late copies without a budget": (
+        ORDER,
+        {"TORCH_OFFLOAD_COPY_DELAY_US": "2000", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_BUDGET": "0"},
+    ),
     "evict at once": ([*ORDER, "test_optim.py"], {"TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_EVICT": "1"}),
-    "ring of 512 bytes": (ORDER, {"TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_RING_BYTES": "512"}),
+    "ring of 512 bytes": (
+        ORDER,
+        {"TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_RING_BYTES": "512", "TORCH_OFFLOAD_BUDGET": "1024"},
+    ),
     "memory that is not pinned": (ORDER, {"TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_PINNED_LIMIT": "0"}),
 }
 

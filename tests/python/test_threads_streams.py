@@ -75,8 +75,10 @@ def small_ring():
     """Memory that is given up is used again at once."""
     before = torch_offload.get_ring_bytes()
     torch_offload.set_ring_bytes(1 << 20)
+    torch_offload.set_budget(0)
     yield
     torch_offload.set_ring_bytes(before)
+    torch_offload.set_budget("auto")
 
 
 @pytest.mark.gpu

@@ -1,0 +1,140 @@
+"""What GPU memory buys: forward and training by the budget of the cache, on blocks of the Llama-3-8B shape in bfloat16.
+
+Forward through 12 blocks (5.2 GB) with nothing kept, with a budget of half the weights, with the automatic budget on an empty GPU,
+and with the automatic budget on a GPU that another tensor has filled but for the headroom and half the weights. Then training steps
+of four micro-batches through 8 blocks: gradients add up on the GPU, and cross the link once a step. Times are medians; a budget
+is one for all of the process, so variants are measured one after the other, the resident model before and after.
+"""
+
+import functools
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blocks import LLAMA_8B, TINY, copied_to, gradients, make_blocks, make_input, parameter_bytes
+from harness import arguments, compute_device, equal, gib, link_rates, measure, ms, print_table, write_record
+
+import torch_offload
+
+HEADROOM = 4 << 30  # what an automatic budget leaves on a large GPU
+MICRO_BATCHES = 4
+
+
+def filled_but_for(free: int) -> Tensor | None:
+    """A tensor that takes all of the GPU but `free` bytes; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    torch_offload.empty_cache()
+    torch.cuda.empty_cache()
+    return torch.empty(torch.cuda.mem_get_info()[0] - free, dtype=torch.uint8, device="cuda")
+
+
+def moved(step: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that one step moves to the device and home."""
+    before = torch_offload.memory_stats()
+    step()
+    torch_offload.synchronize()
+    after = torch_offload.memory_stats()
+    return tuple(after[key] - before[key] for key in ("link.bytes_to_device", "link.bytes_to_host"))
+
+
+def forward(tiny: bool, rounds: int, device: torch.device) -> list[dict]:
+    shape, count = (TINY, 3) if tiny else (LLAMA_8B, 12)
+    resident = make_blocks(count, shape, torch.bfloat16, device)
+    model = copied_to(resident, "offload")
+    total = parameter_bytes(resident)
+    rows, records = [], []
+    with torch.no_grad():
+        for tokens in [1, 32] if tiny else [1, 2048]:
+            x = make_input(tokens, shape, torch.bfloat16, device)
+            truth = resident(x)
+            base = measure({"resident": lambda x=x: resident(x)}, rounds)["resident"].median
+            nothing = None
+            for name, budget in (("0", 0), ("half", total // 2), ("auto", "auto"), ("auto, full GPU", "auto")):
+                others = filled_but_for(HEADROOM + total // 2 + (1 << 30)) if name == "auto, full GPU" else None
+                torch_offload.set_budget(budget)
+                step = functools.partial(model, x)
+                time = measure({name: step}, rounds, warmup=4)[name]
+                down, _ = moved(step)
+                same = equal(model(x), truth)
+                nothing = nothing or time.median
+                staying = torch_offload.memory_stats()["device.staying_bytes.current"]
+                rows.append(
+                    [tokens, name, ms(time.median), f"{ms(time.least)}-{ms(time.most)}", f"{time.median / nothing:.3f}"]
+                    + [f"{time.median / base:.3f}", gib(staying), gib(down), "yes" if same else "NO"]
+                )
+                records.append(
+                    {"tokens": tokens, "budget": name, "seconds": vars(time), "resident": base, "equal": same}
+                    | {"bytes_down": down, "staying": staying}
+                )
+                del others
+                gc.collect()
+                torch.cuda.empty_cache()
+    print(f"forward, {count} blocks, {total / 1e9:.3f} GB")
+    columns = ["tokens", "budget", "median ms", "least-most", "of budget 0", "of resident", "stays GiB", "down GiB"]
+    print_table([*columns, "same bits"], rows)
+    return records
+
+
+def training(tiny: bool, rounds: int, device: torch.device) -> list[dict]:
+    shape, count, tokens = (TINY, 3, 16) if tiny else (LLAMA_8B, 8, 4096)
+    resident = make_blocks(count, shape, torch.bfloat16, device)
+    model = copied_to(resident, "offload")
+    total = parameter_bytes(resident)
+    inputs = [make_input(tokens, shape, torch.bfloat16, device, seed=k) for k in range(MICRO_BATCHES)]
+    grad_output = make_input(tokens, shape, torch.bfloat16, device, seed=99)
+    rates = link_rates(tiny)
+    torch_offload.set_budget("auto")
+
+    def step(model: nn.Module) -> None:
+        for x in inputs:
+            model(x).backward(grad_output)
+
+    def start(model: nn.Module) -> None:
+        # As an optimizer does: the host reads every gradient, and the next step begins without.
+        if model is not resident and next(model.parameters()).grad is not None:
+            with torch_offload.on_host():
+                torch._foreach_norm(list(gradients(model)))
+        model.zero_grad(set_to_none=True)
+
+    models = {"resident": resident, "offload": model}
+    times = measure(
+        {name: functools.partial(step, one) for name, one in models.items()},
+        rounds,
+        warmup=3,
+        prepare={name: functools.partial(start, one) for name, one in models.items()},
+    )
+    start(model)
+    down, up = moved(functools.partial(step, model))
+    ideal = times["resident"].median + total / rates.up
+    rows = [
+        [name, ms(time.median), f"{ms(time.least)}-{ms(time.most)}", f"{ideal / time.median:.3f}"]
+        for name, time in times.items()
+    ]
+    print(f"\n{MICRO_BATCHES} micro-batches of {tokens} tokens, {count} blocks, {total / 1e9:.3f} GB; {rates}")
+    print(f"ideal: resident and one trip home, {ms(ideal)} ms; moved a step: {gib(down)} GiB down, {gib(up)} GiB up")
+    print_table(["weights", "median ms", "least-most", "ratio"], rows)
+    record = {"micro_batches": MICRO_BATCHES, "tokens": tokens, "ideal": ideal, "bytes_down": down, "bytes_up": up}
+    return [record | {"variant": name, "seconds": vars(time)} for name, time in times.items()]
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=9).parse_args()
+    device = compute_device(options.tiny)
+    rounds = 2 if options.tiny else options.rounds
+    runs = forward(options.tiny, rounds, device)
+    gc.collect()
+    torch_offload.empty_cache()
+    write_record("residency", {"runs": runs + training(options.tiny, rounds, device)})
+    if not all(run.get("equal", True) for run in runs):
+        raise SystemExit("the offload model's output differs from the resident model's.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""The cache's budget: what stays on the GPU moves once, what is newer there goes home when it is due, and no value changes."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from helpers import CACHED, COMPUTE, OFFLOAD, assert_same, at, data, deterministic, grads, layers
+
+import torch_offload
+
+pytestmark = pytest.mark.skipif(not CACHED, reason="there is no cache")
+
+WIDTH = 64
+WEIGHT = WIDTH * WIDTH * 4
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_cached():
+    before = torch_offload.get_ring_bytes()
+    gc.collect()
+    torch_offload.empty_cache()
+    yield
+    torch_offload.set_ring_bytes(before)
+    torch_offload.set_budget("auto")
+
+
+def moved(action):
+    """Bytes to the device and home that ``action()`` makes."""
+    before = torch_offload.memory_stats()
+    action()
+    after = torch_offload.memory_stats()
+    return tuple(after[key] - before[key] for key in ("link.bytes_to_device", "link.bytes_to_host"))
+
+
+def training(net, inputs, optimizer):
+    losses = []
+    for batch in inputs:
+        optimizer.zero_grad()
+        for x in batch:
+            loss = net(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("budget", [0, 3 * WEIGHT, 20 * WEIGHT, "auto"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_no_budget_changes_a_value(budget, micro_batches, feed):
+    torch_offload.set_ring_bytes(2 * WEIGHT)
+    torch_offload.set_budget(budget)
+    net = layers(6, WIDTH).to(OFFLOAD)
+    plain = copy.deepcopy(net).to(COMPUTE)
+    place = COMPUTE if feed == "plain" else OFFLOAD
+    inputs = [[data(16, WIDTH, seed=9 * k + j) for j in range(micro_batches)] for k in range(4)]
+    with deterministic():
+        expected = training(plain, inputs, torch.optim.SGD(plain.parameters(), lr=0.25))
+        fed = [[x.to(place) for x in batch] for batch in inputs]
+        actual = training(net, fed, torch.optim.SGD(net.parameters(), lr=0.25))
+    assert_same(actual, expected)
+    assert_same(grads(net), grads(plain))
+    assert_same(list(net.parameters()), list(plain.parameters()))
+
+
+def test_weights_that_fit_move_once():
+    torch_offload.set_budget(64 * WEIGHT)
+    net = layers(6, WIDTH).to(OFFLOAD)
+    x = data(16, WIDTH)
+    with torch.no_grad():
+        first, _ = moved(lambda: net(x))
+        assert first >= 6 * WEIGHT
+        assert moved(lambda: [net(x) for _ in range(3)]) == (0, 0)
+
+
+def test_a_step_makes_them_move_once_more():
+    torch_offload.set_budget(64 * WEIGHT)
+    net = layers(6, WIDTH).to(OFFLOAD)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
+    size = sum(p.nbytes for p in net.parameters())
+    x = data(16, WIDTH)
+    training(net, [[x]], optimizer)
+    down, up = moved(lambda: training(net, [[x]], optimizer))
+    assert size <= down <= 1.1 * size
+    assert up == size
+
+
+def test_gradients_of_many_micro_batches_go_home_once():
+    torch_offload.set_budget(64 * WEIGHT)
+    net = layers(6, WIDTH).to(OFFLOAD)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
+    batch = [data(16, WIDTH, seed=k) for k in range(4)]
+    training(net, [batch], optimizer)
+    _, up = moved(lambda: training(net, [batch], optimizer))
+    assert up == sum(p.nbytes for p in net.parameters())
+
+
+def test_results_that_the_host_does_not_read_never_leave():
+    torch_offload.set_budget(64 * WEIGHT)
+    net = layers(6, WIDTH).to(OFFLOAD)
+    x = data(16, WIDTH).to(OFFLOAD)
+    with torch.no_grad():
+        net(x)
+        down, up = moved(lambda: net(x))
+        assert (down, up) == (0, 0)
+        y = net(x)
+        assert_same(y, copy.deepcopy(net).to(COMPUTE)(x.to(COMPUTE)))
+
+
+def test_a_budget_of_nothing_writes_through():
+    torch_offload.set_budget(0)
+    a = data(WIDTH, WIDTH).to(OFFLOAD)
+    assert moved(lambda: a @ a)[1] == WEIGHT
+    assert torch_offload.memory_stats()["device.dirty_bytes.current"] == 0
+
+
+def test_what_is_newer_on_the_device_is_saved(tmp_path):
+    torch_offload.set_budget(64 * WEIGHT)
+    a = data(WIDTH, WIDTH).to(OFFLOAD)
+    product = a @ a
+    assert torch_offload.memory_stats()["device.dirty_bytes.current"] >= WEIGHT
+    expected = a.to(COMPUTE) @ a.to(COMPUTE)
+    torch.save(product, tmp_path / "product.pt")
+    assert_same(torch.load(tmp_path / "product.pt"), expected)
+    assert_same(copy.deepcopy(product), expected)
+    product[1:3] = 5
+    expected[1:3] = 5
+    assert_same(product, expected)
+    assert product.numpy(force=True).sum() == product.cpu().numpy().sum()
+
+
+def test_partial_writes_to_what_is_newer_on_the_device():
+    torch_offload.set_budget(64 * WEIGHT)
+    a = at(COMPUTE, WIDTH, WIDTH)
+    product, expected = a.to(OFFLOAD) @ a.to(OFFLOAD), a @ a
+    product[3].copy_(a[0])
+    expected[3].copy_(a[0])
+    product[:, 5].copy_(a[:, 1])
+    expected[:, 5].copy_(a[:, 1])
+    assert_same(product, expected)
+    assert_same(product.to(COMPUTE), expected)
+
+
+@pytest.mark.parametrize("budget", [-1, "half", "150%", 2.5, True])
+def test_what_is_no_budget(budget):
+    with pytest.raises(ValueError, match="a budget is"):
+        torch_offload.set_budget(budget)
+
+
+def test_settings():
+    torch_offload.set_budget(12345)
+    assert torch_offload.get_budget() == 12345
+    torch_offload.set_budget("auto")
+    assert torch_offload.get_budget() > 12345
+    torch_offload.set_budget("0%")
+    assert torch_offload.get_budget() == 0
+
+
+def filled(free):
+    """Takes all but ``free`` bytes of the GPU."""
+    torch.cuda.empty_cache()
+    return torch.empty(torch.cuda.mem_get_info()[0] - free, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.gpu
+def test_an_automatic_budget_gives_way():
+    """Another tensor wants most of the GPU, in steps and at once: no out-of-memory, and the model goes on."""
+    width = 4096
+    net = layers(64, width).to(OFFLOAD)  # 4.3 GB
+    plain = copy.deepcopy(net[:8]).to(COMPUTE)
+    x = data(16, width)
+    size = sum(p.nbytes for p in net.parameters())
+    with torch.no_grad():
+        expected = plain(x)
+        for _ in range(3):
+            y = net(x)
+        assert moved(lambda: net(x)) == (0, 0), "all of it stays"
+        others = filled(size // 2 + (4 << 30))
+        for _ in range(4):
+            assert_same(net(x), y)
+        assert_same(net[:8](x), expected)
+        down, _ = moved(lambda: net(x))
+        assert 0 < down < size
+        del others
+        torch.cuda.empty_cache()
+        for _ in range(20):
+            assert_same(net(x), y)
+        assert moved(lambda: net(x)) == (0, 0), "and comes back"
+
+
+@pytest.mark.gpu
+def test_a_request_that_needs_what_stays():
+    width = 4096
+    net = layers(64, width).to(OFFLOAD)
+    x = data(16, width)
+    with torch.no_grad():
+        for _ in range(3):
+            y = net(x)
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        assert torch_offload.memory_stats()["device.staying_bytes.current"] > 4 << 30
+        big = [torch.empty(free - (8 << 30), dtype=torch.uint8, device="cuda")]
+        # More than is free: only what stays can make room.
+        for _ in range(10):
+            big.append(torch.empty(1 << 30, dtype=torch.uint8, device="cuda"))
+        assert_same(net(x), y)
+
+
+@pytest.mark.gpu
+def test_within_a_fraction_of_the_device():
+    """A model three times what the process may take trains, with shapes that change, and nothing grows."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    width = 2048
+    net = layers(48, width).to(OFFLOAD)  # 0.8 GB
+    size = sum(p.nbytes for p in net.parameters())
+    torch.cuda.empty_cache()
+    torch_offload.empty_cache()
+    torch_offload.set_ring_bytes(64 << 20)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size / 3) / total)
+    try:
+        optimizer = torch.optim.SGD(net.parameters(), lr=2**-10)
+        peaks = []
+        for step in range(30):
+            training(net, [[data(16 * (1 + step % 3), width, seed=step)]], optimizer)
+            peaks.append((torch.cuda.memory_reserved(), torch_offload.memory_stats()["host.reserved_bytes.current"]))
+        assert peaks[-1][1] == peaks[9][1]
+        assert max(reserved for reserved, _ in peaks) <= torch.cuda.memory_reserved() + size / 3
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
