@@ -1,8 +1,8 @@
 """Forward through 12 blocks of the Llama-3-8B shape in bfloat16 (5.2 GB): weights on the GPU, on offload, and by a peer.
 
-No scheme that streams S bytes over a link of B bytes a second can beat ideal = max(resident, S / B). The ratio ideal / measured
-is printed for each way and number of tokens, and whether the output has the resident model's bits. Nothing stays on the GPU from
-one pass to the next; residency.py measures what that changes.
+No scheme that streams S bytes over a link of B bytes a second can beat ideal = max(resident, S / B). The ratio ideal /
+measured is printed for each way and number of tokens, and whether the output has the resident model's bits. Nothing stays on
+the GPU from one pass to the next; residency.py measures what that changes.
 """
 
 import functools

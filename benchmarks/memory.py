@@ -5,8 +5,9 @@ weights. What the offload model takes above that must stay within
 
     max(ring, 2 x largest weight) + largest weight + its gradient
 
-for every ring, with no budget beside it: a fetch may always exceed the ring up to twice its own bytes, and the
-weight and the gradient of the operation that is running are held. Blocks are of the Llama-3-8B shape in bfloat16. The exit status is 1 if a bound is exceeded.
+for every ring, with no budget beside it: a fetch may always exceed the ring up to twice its own bytes, and the weight and the
+gradient of the operation that is running are held. Blocks are of the Llama-3-8B shape in bfloat16. The exit status is 1 if a
+bound is exceeded.
 """
 
 import sys

@@ -1,9 +1,10 @@
 """What GPU memory buys: forward and training by the budget of the cache, on blocks of the Llama-3-8B shape in bfloat16.
 
-Forward through 12 blocks (5.2 GB) with nothing kept, with a budget of half the weights, with the automatic budget on an empty GPU,
-and with the automatic budget on a GPU that another tensor has filled but for the headroom and half the weights. Then training steps
-of four micro-batches through 8 blocks: gradients add up on the GPU, and cross the link once a step. Times are medians; a budget
-is one for all of the process, so variants are measured one after the other, the resident model before and after.
+Forward through 12 blocks (5.2 GB) with nothing kept, with a budget of half the weights, with the automatic budget on an empty
+GPU, and with the automatic budget on a GPU that another tensor has filled but for the headroom and half the weights. Then
+training steps of four micro-batches through 8 blocks: gradients add up on the GPU, and cross the link once a step. Times are
+medians; a budget is one for all of the process, so variants are measured one after the other, the resident model before and
+after.
 """
 
 import functools
@@ -66,8 +67,11 @@ def forward(tiny: bool, rounds: int, device: torch.device) -> list[dict]:
                 nothing = nothing or time.median
                 staying = torch_offload.memory_stats()["device.staying_bytes.current"]
                 rows.append(
-                    [tokens, name, ms(time.median), f"{ms(time.least)}-{ms(time.most)}", f"{time.median / nothing:.3f}"]
-                    + [f"{time.median / base:.3f}", gib(staying), gib(down), "yes" if same else "NO"]
+                    [
+                        *(tokens, name, ms(time.median), f"{ms(time.least)}-{ms(time.most)}"),
+                        *(f"{time.median / nothing:.3f}", f"{time.median / base:.3f}"),
+                        *(gib(staying), gib(down), "yes" if same else "NO"),
+                    ]
                 )
                 records.append(
                     {"tokens": tokens, "budget": name, "seconds": vars(time), "resident": base, "equal": same}

@@ -6,9 +6,9 @@ second, and once more in backward, while the gradients (S bytes) go up, at the r
 
     ideal = max(resident, S / B + S / D)
 
-Nothing stays on the GPU from one step to the next. B and D are measured in the same run. Activations are kept on the GPU by all variants. Gradients are compared with the resident
-model's by their largest relative difference in norm, which is above zero where PyTorch's own backward is not deterministic;
-exactness.py demands equality under deterministic algorithms.
+Nothing stays on the GPU from one step to the next. B and D are measured in the same run. Activations are kept on the GPU by
+all variants. Gradients are compared with the resident model's by their largest relative difference in norm, which is above
+zero where PyTorch's own backward is not deterministic; exactness.py demands equality under deterministic algorithms.
 """
 
 import sys
