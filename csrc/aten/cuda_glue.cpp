@@ -24,11 +24,42 @@ namespace offload::cuda {
 namespace {
 
 std::size_t freeBytes(c10::DeviceIndex index);
+void tookMemory(c10::DeviceIndex index);
+
+// Requests of our own: no reason to give something back, nor is what they take what others want.
+class OwnRequest {
+ public:
+  explicit OwnRequest(c10::DeviceIndex index) : index_(index) {
+    state = State::Asking;
+  }
+  ~OwnRequest() {
+    if (std::exchange(state, State::None) == State::Missed) tookMemory(index_);
+  }
+  OwnRequest(const OwnRequest&) = delete;
+  OwnRequest& operator=(const OwnRequest&) = delete;
+
+  /// Whether this thread's request is one; the allocator has no block for it.
+  static bool missed() {
+    if (state == State::None) return false;
+    state = State::Missed;
+    return true;
+  }
+  static bool current() {
+    return state != State::None;
+  }
+
+ private:
+  enum class State { None, Asking, Missed };
+  static thread_local State state;
+  const c10::DeviceIndex index_;
+};
+thread_local OwnRequest::State OwnRequest::state = State::None;
 
 class CachingMemory final : public DeviceMemory {
  public:
   void* allocate(std::size_t bytes, Stream stream) override {
     c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(stream.device));
+    const OwnRequest own(static_cast<c10::DeviceIndex>(stream.device));
     try {
       return c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(bytes, static_cast<cudaStream_t>(stream.handle));
     } catch (const c10::OutOfMemoryError& error) {
@@ -69,36 +100,59 @@ std::size_t freeBytes(c10::DeviceIndex index) {
 
 // Note [What the allocator asks for]
 // It calls back at every request that none of its free blocks serves, before it asks the driver, and doesn't say for how much. So
-// the answer goes by what it has taken before: twice the most that its memory has grown by from one call to the next, and an
-// eighth of the device at least. A request beyond both and beyond what is free fails; then it is known, and the next may succeed.
+// the answer goes by what it has taken before: twice the most that its memory has grown by from one call to the next, within an
+// eighth and a quarter of the device. A request that is beyond that and beyond what is free fails; by then its size is known, all
+// is given back, and for some time as much is left free, so that another attempt succeeds.
 class Relief {
  public:
-  explicit Relief(Relieve relieve) : relieve_(relieve), demand_(c10::cuda::device_count()), reserved_(demand_.size()) {}
+  explicit Relief(Relieve relieve) : relieve_(relieve), devices_(static_cast<std::size_t>(c10::cuda::device_count())) {}
 
   bool ask(c10::DeviceIndex index) {
-    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return false;
-    auto& demand = demand_[static_cast<std::size_t>(index)];
-    auto& reserved = reserved_[static_cast<std::size_t>(index)];
-    const std::size_t now = reservedBytes(index);
-    if (demand == 0) demand = at::cuda::getDeviceProperties(index)->totalGlobalMem / 8;
-    if (reserved != 0 && now > reserved) demand = std::max(demand, 2 * (now - reserved));
-    reserved = now;
+    if (OwnRequest::missed() || c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
+      return false;
+    Device& device = devices_[static_cast<std::size_t>(index)];
+    const std::size_t eighth = at::cuda::getDeviceProperties(index)->totalGlobalMem / 8;
+    const std::size_t reserved = reservedBytes(index);
+    if (device.reserved != 0 && reserved > device.reserved) device.grown = std::max(device.grown, reserved - device.reserved);
+    device.reserved = reserved;
+    std::size_t demand = std::clamp(2 * device.grown, eighth, 2 * eighth);
+    if (device.remembered > 0) {
+      --device.remembered;
+      demand = std::max(demand, device.refused);
+    }
     return relieve_(index, freeBytes(index), demand) > 0;
   }
 
   void refused(c10::DeviceIndex index, std::size_t bytes) {
-    auto& demand = demand_[static_cast<std::size_t>(index)];
-    demand = std::max(demand, bytes);
+    if (OwnRequest::current()) return;
+    Device& device = devices_[static_cast<std::size_t>(index)];
+    device.refused = bytes;
+    device.remembered = 64;
     relieve_(index, 0, bytes);
   }
 
+  void tookMemory(c10::DeviceIndex index) {
+    devices_[static_cast<std::size_t>(index)].reserved = reservedBytes(index);
+  }
+
  private:
+  /// Guarded by the allocator's own lock, but for what is atomic.
+  struct Device {
+    std::atomic<std::size_t> reserved{0}; // by the allocator when it asked last, or when we took some
+    std::size_t grown = 0; // the most that this has grown by from one call to the next
+    std::size_t refused = 0; // the last request that failed
+    int remembered = 0; // for so many calls more
+  };
+
   const Relieve relieve_;
-  std::vector<std::size_t> demand_; // guarded by the allocator's own lock, by device
-  std::vector<std::size_t> reserved_;
+  std::vector<Device> devices_;
 };
 
 std::atomic<Relief*> theRelief{nullptr};
+
+void tookMemory(c10::DeviceIndex index) {
+  if (Relief* relief = theRelief.load(std::memory_order_acquire)) relief->tookMemory(index);
+}
 
 class AskRelief final : public c10::FreeMemoryCallback {
  public:

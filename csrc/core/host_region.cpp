@@ -25,7 +25,7 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // What a thread takes at a time: milliseconds of work, so that starting a thread costs little beside it and all end together.
-constexpr std::size_t kPiece = std::size_t{16} << 20;
+constexpr std::size_t kPiece = std::size_t{4} << 20;
 
 std::size_t pageBytes() {
   static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));

@@ -69,7 +69,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
     lock.unlock();
     Pin pinned(*this, std::move(slot), data, stream);
-    ready.orderBefore(stream);
+    if (!ready.done()) ready.orderBefore(stream); // once it is known to be done, neither call reaches the driver
     return pinned;
   }
 
@@ -304,16 +304,23 @@ void Residency::release(Slots& retired) noexcept {
 }
 
 void Residency::unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept {
+  bool stays = false;
   {
     Lock lock(mutex_);
     if (closed_) return;
+    stays = slot->share == Share::Staying;
   }
   std::vector<Token> used;
   try {
-    for (Stream stream : streams) {
-      if (link_.capturing(stream)) throw Error("offload: no event may be recorded during capture.");
+    if (stays) {
+      // Its memory is not wanted soon, if ever. An event that is recorded then costs this call nothing, and tells no less.
+      for (Stream stream : streams) used.push_back(events_.defer(stream));
+    } else {
+      for (Stream stream : streams) {
+        if (link_.capturing(stream)) throw Error("offload: no event may be recorded during capture.");
+      }
+      for (Stream stream : streams) used.push_back(events_.record(stream));
     }
-    for (Stream stream : streams) used.push_back(events_.record(stream));
   } catch (...) {
     Lock lock(mutex_);
     deferred_.emplace_back(slot, streams);

@@ -113,6 +113,10 @@ EventPool::~EventPool() {
   }
 }
 
+Token EventPool::defer(Stream stream) {
+  return Token(std::make_shared<Token::Record>(shared_, stream));
+}
+
 Token EventPool::record(Stream stream) {
   auto record = std::make_shared<Token::Record>(shared_, stream);
   try {

@@ -44,6 +44,8 @@ class EventPool {
 
   /// Never throws for the Link's sake: a token that it refuses to record now is recorded, or throws, when it is first asked.
   Token record(Stream stream);
+  /// A token whose place on the stream is where it is first asked.
+  Token defer(Stream stream);
 
  private:
   friend struct Token::Record;
