@@ -128,9 +128,9 @@ Context::Context(const Settings& settings) {
   options.copyDelay = settings.copyDelay;
   residency_ = std::make_unique<Residency>(*link_, options);
   if (backend_ != Backend::Cuda) return;
-  cuda::relieveAllocatorBy([](c10::DeviceIndex index, std::size_t free, std::size_t demand) -> std::size_t {
+  cuda::relieveAllocatorBy([](c10::DeviceIndex index, std::size_t free, std::size_t usual, std::size_t most) -> std::size_t {
     const Context* now = ifCreated();
-    return now != nullptr ? now->residency().relieve(index, free, demand) : 0;
+    return now != nullptr ? now->residency().relieve(index, free, usual, most) : 0;
   });
 }
 

@@ -100,9 +100,9 @@ std::size_t freeBytes(c10::DeviceIndex index) {
 
 // Note [What the allocator asks for]
 // It calls back at every request that none of its free blocks serves, before it asks the driver, and doesn't say for how much. So
-// the answer goes by what it has taken before: twice the most that its memory has grown by from one call to the next, within an
-// eighth and a quarter of the device. A request that is beyond that and beyond what is free fails; by then its size is known, all
-// is given back, and for some time as much is left free, so that another attempt succeeds.
+// the answer goes by the last requests: twice the most that its memory has grown by from one call to the next, and a quarter of the
+// device where it has not called for long. A request that is beyond that and beyond what is free fails; by then its size is known,
+// as much is given back, and remembered, so that another attempt succeeds.
 class Relief {
  public:
   explicit Relief(Relieve relieve) : relieve_(relieve), devices_(static_cast<std::size_t>(c10::cuda::device_count())) {}
@@ -111,16 +111,15 @@ class Relief {
     if (OwnRequest::missed() || c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
       return false;
     Device& device = devices_[static_cast<std::size_t>(index)];
-    const std::size_t eighth = at::cuda::getDeviceProperties(index)->totalGlobalMem / 8;
     const std::size_t reserved = reservedBytes(index);
-    if (device.reserved != 0 && reserved > device.reserved) device.grown = std::max(device.grown, reserved - device.reserved);
-    device.reserved = reserved;
-    std::size_t demand = std::clamp(2 * device.grown, eighth, 2 * eighth);
-    if (device.remembered > 0) {
-      --device.remembered;
-      demand = std::max(demand, device.refused);
-    }
-    return relieve_(index, freeBytes(index), demand) > 0;
+    const std::size_t before = device.reserved.exchange(reserved);
+    const std::size_t grown = before != 0 && reserved > before ? reserved - before : 0;
+    device.usual = std::max({grown, device.usual - device.usual / 32, kLeastGrowth});
+    if (device.remembered > 0) --device.remembered;
+    const std::size_t refused = device.remembered > 0 ? device.refused : 0;
+    const std::size_t quarter = at::cuda::getDeviceProperties(index)->totalGlobalMem / 4;
+    const std::size_t usual = std::max(2 * device.usual, refused);
+    return relieve_(index, freeBytes(index), usual, std::max(usual, quarter)) > 0;
   }
 
   void refused(c10::DeviceIndex index, std::size_t bytes) {
@@ -128,7 +127,7 @@ class Relief {
     Device& device = devices_[static_cast<std::size_t>(index)];
     device.refused = bytes;
     device.remembered = 64;
-    relieve_(index, 0, bytes);
+    relieve_(index, 0, bytes, bytes);
   }
 
   void tookMemory(c10::DeviceIndex index) {
@@ -139,11 +138,12 @@ class Relief {
   /// Guarded by the allocator's own lock, but for what is atomic.
   struct Device {
     std::atomic<std::size_t> reserved{0}; // by the allocator when it asked last, or when we took some
-    std::size_t grown = 0; // the most that this has grown by from one call to the next
+    std::size_t usual = 0; // the most that this has grown by from one call to the next; long ago counts less
     std::size_t refused = 0; // the last request that failed
     int remembered = 0; // for so many calls more
   };
 
+  static constexpr std::size_t kLeastGrowth = std::size_t{256} << 20;
   const Relieve relieve_;
   std::vector<Device> devices_;
 };

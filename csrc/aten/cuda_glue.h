@@ -18,8 +18,8 @@ std::size_t totalMemory();
 Stream currentStream(c10::DeviceIndex index);
 /// A stream of PyTorch's.
 Stream streamOf(c10::Stream stream);
-/// Asked, with the allocator's lock held, to make `demand` free bytes of the `free` ones of a device; returns what it gave.
-using Relieve = std::size_t (*)(c10::DeviceIndex index, std::size_t free, std::size_t demand);
+/// Residency::relieve(), called with the allocator's lock held.
+using Relieve = std::size_t (*)(c10::DeviceIndex index, std::size_t free, std::size_t usual, std::size_t most);
 /// Has PyTorch's allocator ask when it has no block for a request. To be called once.
 void relieveAllocatorBy(Relieve relieve);
 /// The Link over PyTorch's CUDA caching allocator.

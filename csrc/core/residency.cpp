@@ -11,7 +11,7 @@ namespace {
 
 // Memory that others take between two looks at what is free should not have to be asked back.
 constexpr std::size_t kSmallestStep = std::size_t{64} << 20;
-constexpr int kCautiousPasses = 16;
+constexpr int kQuietPasses = 16;
 
 } // namespace
 
@@ -58,7 +58,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   ++dev.queue.stats.fetches;
   if (dev.schedule.record(block, extent)) {
     dev.lookDue = true;
-    if (dev.cautious > 0) --dev.cautious;
+    if (dev.quiet < kQuietPasses) ++dev.quiet;
     if (dev.schedule.isStale()) plan(dev);
   }
   auto slot = awaitNewest(lock, block, extent, stream.device);
@@ -149,7 +149,7 @@ void Residency::look(Device& dev) {
   {
     Lock lock(mutex_);
     const std::size_t held = dev.queue.budgetedBytes();
-    const std::size_t headroom = std::max(options_.headroomBytes, dev.cautious > 0 ? dev.demand : 0);
+    const std::size_t headroom = std::max(options_.headroomBytes, dev.quiet < kQuietPasses ? dev.demand : 0);
     if (budgetBytes_) {
       dev.budget = *budgetBytes_;
     } else {
@@ -385,13 +385,15 @@ std::size_t Residency::emptyCache(int index) {
   return bytes;
 }
 
-std::size_t Residency::relieve(int index, std::size_t free, std::size_t demand) noexcept {
+std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, std::size_t most) noexcept {
   Lock lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock() || closed_ || free >= demand) return 0;
-  const std::size_t wanted = demand - free;
+  if (!lock.owns_lock() || closed_) return 0;
   Device& dev = device(index);
-  dev.demand = demand;
-  dev.cautious = kCautiousPasses;
+  const bool often = std::exchange(dev.quiet, 0) < kQuietPasses;
+  dev.demand = often ? usual : 0;
+  const std::size_t demand = often ? usual : most;
+  if (free >= demand) return 0;
+  const std::size_t wanted = demand - free;
   SlotQueue& queue = dev.queue;
   Slots retired;
   const std::size_t before = queue.stats.slotBytes;

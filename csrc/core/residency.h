@@ -30,6 +30,7 @@
 #include "core/transfer.h"
 
 #include <chrono>
+#include <climits>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -85,10 +86,11 @@ class Residency {
 
   /// Gives up every Slot of a device that nothing pins; their bytes. Dirty ones are sent home first.
   std::size_t emptyCache(int device);
-  /// Gives up Slots that are Clean and that nothing pins until `free` and their bytes make `demand`; their bytes. An automatic budget
-  /// leaves as much free for some passes. Takes no lock that is held, and neither waits nor allocates: for PyTorch's allocator,
-  /// which calls this while it holds its own.
-  std::size_t relieve(int device, std::size_t free, std::size_t demand) noexcept;
+  /// Gives up Slots that are Clean and that nothing pins until `free` and their bytes make what is demanded; their bytes. Takes no
+  /// lock that is held, and neither waits nor allocates: for PyTorch's allocator, which calls this while it holds its own and does
+  /// not say how much it wants. Called now and then it gives `most`; called in every pass it gives `usual`, and an automatic budget
+  /// leaves that much free from then on, while it is called.
+  std::size_t relieve(int device, std::size_t free, std::size_t usual, std::size_t most) noexcept;
   /// Waits for every copy of this Residency; afterwards, with `close`, Pins are let go without touching the device.
   void drain(bool close);
 
@@ -120,8 +122,8 @@ class Residency {
     std::size_t planned = 0; // the budget that the plan was made for
     std::size_t lookAt = 0; // how many bytes on the budget's account make another look due
     bool lookDue = true;
-    std::size_t demand = 0; // what PyTorch's allocator had to ask for, kept free for so many passes
-    int cautious = 0;
+    std::size_t demand = 0; // what PyTorch's allocator has asked for of late
+    int quiet = INT_MAX / 2; // passes since it has asked
   };
 
   Device& device(int index);

@@ -49,6 +49,7 @@ struct Token::Record {
     if (Event known = event.load()) return known;
     Event fresh = pool->take(stream.device);
     Event known = nullptr;
+    begun.store(true);
     try {
       pool->link.record(fresh, stream);
     } catch (...) {
@@ -68,6 +69,8 @@ struct Token::Record {
   const Stream stream;
   std::atomic<Event> event{nullptr};
   std::atomic<bool> done{false};
+  /// Whether its place on the stream is, or may be, behind us.
+  std::atomic<bool> begun{false};
   /// A clock's readings before and after the event was recorded: threads that record on one stream at once can't tell their order.
   const std::uint64_t recording;
   std::atomic<std::uint64_t> recorded{UINT64_MAX};
@@ -96,7 +99,9 @@ void Token::orderBefore(Stream stream) const {
 }
 
 bool Token::impliedBy(const Token& later) const noexcept {
-  return record_->stream == later.record_->stream && record_->recorded < later.record_->recording;
+  if (record_->stream != later.record_->stream) return false;
+  // What is recorded in the future has its place behind all that anybody means now.
+  return !later.record_->begun || record_->recorded < later.record_->recording;
 }
 
 EventPool::EventPool(Link& link) : shared_(std::make_shared<Shared>(link)) {}

@@ -250,7 +250,7 @@ class Program {
   void giveUp(int device) {
     switch (random_.below(4)) {
       case 0:
-        rig_.cache.relieve(device, random_.below(1024), random_.below(4096));
+        rig_.cache.relieve(device, random_.below(1024), random_.below(2048), random_.below(4096));
         return;
       case 1:
         rig_.cache.setBudget(random_.below(1 << 14));

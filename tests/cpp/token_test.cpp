@@ -53,6 +53,35 @@ TEST(Token, ADefaultOneIsDone) {
   token.orderBefore({});
 }
 
+TEST(Token, ADeferredOneHasItsPlaceWhereItIsFirstAsked) {
+  TokenRig rig;
+  int ran = 0;
+  rig.sim.launchHost([&] { ++ran; }, rig.one);
+  const Token token = rig.pool.defer(rig.one);
+  EXPECT_EQ(rig.link.events, 0);
+  rig.sim.launchHost([&] { ++ran; }, rig.one);
+  token.wait();
+  EXPECT_EQ(ran, 2);
+  EXPECT_EQ(rig.link.events, 1);
+}
+
+TEST(Token, ADeferredOneImpliesAllThatWereThereBefore) {
+  TokenRig rig;
+  TokenSet set;
+  for (int k = 0; k < 10; ++k) {
+    set.add(rig.pool.record(rig.one));
+    set.add(rig.pool.defer(rig.one));
+    set.add(rig.pool.defer(rig.two));
+  }
+  EXPECT_EQ(set.all().size(), 2U);
+  // Once it has its place, it implies what was recorded before that only.
+  const Token early = rig.pool.defer(rig.one);
+  (void)early.done();
+  const Token late = rig.pool.record(rig.one);
+  EXPECT_TRUE(early.impliedBy(late));
+  EXPECT_FALSE(late.impliedBy(early));
+}
+
 TEST(Token, IsDoneWhenItsPlaceHasBeenReached) {
   TokenRig rig;
   bool ran = false;
