@@ -44,6 +44,8 @@ struct ResidencyOptions {
   /// Device bytes beside the ring for what stays on the device and what is newer there; none: what is free, but for the headroom.
   std::optional<std::size_t> budgetBytes;
   std::size_t headroomBytes = std::size_t{1} << 30;
+  /// How long to go by what was free before it is asked again, which takes microseconds.
+  std::chrono::microseconds lookInterval{5000};
   /// For tests: gives up every Slot at its last unpin, and fills memory that is given up with 0xFF.
   bool evictAtUnpin = false;
   bool poison = false;
@@ -122,6 +124,7 @@ class Residency {
     std::size_t planned = 0; // the budget that the plan was made for
     std::size_t lookAt = 0; // how many bytes on the budget's account make another look due
     bool lookDue = true;
+    std::chrono::steady_clock::time_point lastLook{};
     std::size_t demand = 0; // what PyTorch's allocator has asked for of late
     int quiet = INT_MAX / 2; // passes since it has asked
   };
@@ -138,6 +141,7 @@ class Residency {
   bool isLastWrite(const Block& block) const;
   void expectRead(Block& block);
   void look(Device& device);
+  void endPass(Device& device);
   void plan(Device& device);
   std::size_t ring(std::size_t bytes) const;
   void retireStale(Block& block, Slots& retired);

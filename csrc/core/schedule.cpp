@@ -17,6 +17,7 @@ constexpr std::size_t kLongestPass = std::size_t{1} << 16;
 
 bool Schedule::record(Block& block, Extent extent) {
   if (++block.fetches < kFetchesToBelieve && block.born == Born::Device) return false;
+  if (!current_.order.empty() && current_.order.back() == Key{&block, extent}) return false; // once more is no pass
   block.scheduled = true;
   Entry* entry = &entries_[{&block, extent}];
   const bool ended = entry->lastPass == number_ || current_.order.size() == kLongestPass;

@@ -38,6 +38,7 @@ inline ArenaOptions smallRegions() {
 inline ResidencyOptions ringOnly() {
   ResidencyOptions options;
   options.budgetBytes = 0;
+  options.lookInterval = {};
   return options;
 }
 

@@ -139,8 +139,18 @@ TEST_F(ScheduleTest, AnActivationIsNotPlannedFor) {
 TEST_F(ScheduleTest, AWeightThatWasBornOnTheDeviceCountsInTheEnd) {
   budget = 4 * kMiB;
   Block& weight = newBlock(4 * kMiB, Born::Device);
-  for (int step = 0; step < 20; ++step) fetch({&weight});
+  Block& other = newBlock(4 * kMiB);
+  for (int step = 0; step < 20; ++step) fetch({&weight, &other});
+  EXPECT_NE(stays(weight), stays(other));
+  budget = 8 * kMiB;
+  schedule.plan(budget);
   EXPECT_TRUE(stays(weight));
+}
+
+TEST_F(ScheduleTest, OneExtentAgainAndAgainIsNoPass) {
+  const auto layers = newBlocks(2, 4 * kMiB);
+  EXPECT_EQ(fetch({layers[0], layers[0], layers[0], layers[1], layers[1]}), 0);
+  EXPECT_EQ(fetch({layers[0]}), 1);
 }
 
 TEST_F(ScheduleTest, WhatIsForgottenMakesRoom) {

@@ -1,0 +1,255 @@
+// Device memory of PyTorch's CUDA caching allocator, and what goes back to it when it runs short.
+#include "aten/cuda_glue.h"
+#include "core/error.h"
+
+#ifdef OFFLOAD_WITH_CUDA
+#include "core/link/cuda_link.h"
+
+#include <ATen/Context.h>
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+#endif
+
+namespace offload::cuda {
+
+#ifdef OFFLOAD_WITH_CUDA
+namespace {
+
+std::size_t freeBytes(c10::DeviceIndex index);
+void tookMemory(c10::DeviceIndex index);
+
+// Requests of our own: no reason to give something back, nor is what they take what others want.
+class OwnRequest {
+ public:
+  explicit OwnRequest(c10::DeviceIndex index) : index_(index) {
+    state = State::Asking;
+  }
+  ~OwnRequest() {
+    if (std::exchange(state, State::None) == State::Missed) tookMemory(index_);
+  }
+  OwnRequest(const OwnRequest&) = delete;
+  OwnRequest& operator=(const OwnRequest&) = delete;
+
+  /// Whether this thread's request is one; the allocator has no block for it.
+  static bool missed() {
+    if (state == State::None) return false;
+    state = State::Missed;
+    return true;
+  }
+  static bool current() {
+    return state != State::None;
+  }
+
+ private:
+  enum class State { None, Asking, Missed };
+  static thread_local State state;
+  const c10::DeviceIndex index_;
+};
+thread_local OwnRequest::State OwnRequest::state = State::None;
+
+// What we have of the allocator. What we give back it keeps for our stream, where we find it again: to us that is as good as free,
+// and the driver counts it as used.
+class Ledger {
+ public:
+  void took(const void* data, std::size_t bytes, int device) {
+    std::lock_guard lock(mutex_);
+    taken_[data] = {bytes, device};
+    Account& account = accounts_[device];
+    account.now += bytes;
+    account.most = std::max(account.most, account.now);
+  }
+
+  void gave(const void* data) {
+    std::lock_guard lock(mutex_);
+    const auto found = taken_.find(data);
+    if (found == taken_.end()) return;
+    accounts_[found->second.second].now -= found->second.first;
+    taken_.erase(found);
+  }
+
+  /// At most `cached` bytes, all that the allocator keeps for anybody: it gives that back to the driver when memory is short.
+  std::size_t keptForUs(int device, std::size_t cached) {
+    std::lock_guard lock(mutex_);
+    Account& account = accounts_[device];
+    account.most = std::min(account.most, account.now + cached);
+    return account.most - account.now;
+  }
+
+ private:
+  struct Account {
+    std::size_t now = 0;
+    std::size_t most = 0;
+  };
+  std::mutex mutex_; // innermost: taken also with the allocator's lock held
+  std::unordered_map<const void*, std::pair<std::size_t, int>> taken_;
+  std::unordered_map<int, Account> accounts_;
+};
+
+Ledger& ledger() {
+  static auto* instance = new Ledger();
+  return *instance;
+}
+
+class CachingMemory final : public DeviceMemory {
+ public:
+  void* allocate(std::size_t bytes, Stream stream) override {
+    c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(stream.device));
+    const OwnRequest own(static_cast<c10::DeviceIndex>(stream.device));
+    try {
+      void* const data =
+          c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(bytes, static_cast<cudaStream_t>(stream.handle));
+      ledger_.took(data, bytes, stream.device);
+      return data;
+    } catch (const c10::OutOfMemoryError& error) {
+      throw OutOfMemory(OutOfMemory::Where::Device, bytes, error.what_without_backtrace());
+    }
+  }
+
+  void free(void* device, Stream /*stream*/) noexcept override {
+    ledger_.gave(device);
+    c10::cuda::CUDACachingAllocator::raw_delete(device);
+  }
+
+  std::size_t freeBytes(int device) override {
+    return cuda::freeBytes(static_cast<c10::DeviceIndex>(device));
+  }
+
+ private:
+  Ledger& ledger_ = ledger();
+};
+
+std::size_t sumOf(const c10::CachingAllocator::StatArray& stat) {
+  return static_cast<std::size_t>(stat[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current);
+}
+
+std::size_t reservedBytes(c10::DeviceIndex index) {
+  return sumOf(c10::cuda::CUDACachingAllocator::getDeviceStats(index).reserved_bytes);
+}
+
+// What the driver has free, within what the process may take by set_per_process_memory_fraction(), and what the allocator keeps for
+// us.
+std::size_t freeBytes(c10::DeviceIndex index) {
+  c10::cuda::CUDAGuard guard(index);
+  std::size_t free = 0;
+  std::size_t total = 0;
+  if (cudaMemGetInfo(&free, &total) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return 0;
+  }
+  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(index);
+  const std::size_t reserved = sumOf(stats.reserved_bytes);
+  const double fraction = c10::cuda::CUDACachingAllocator::getMemoryFraction(index);
+  if (fraction < 1.0) {
+    const auto allowed = static_cast<std::size_t>(fraction * static_cast<double>(total));
+    free = std::min(free, allowed > reserved ? allowed - reserved : 0);
+  }
+  return free + ledger().keptForUs(index, reserved - std::min(reserved, sumOf(stats.active_bytes)));
+}
+
+// Note [What the allocator asks for]
+// It calls back at every request that none of its free blocks serves, before it asks the driver, and doesn't say for how much. So
+// the answer goes by the last requests: twice the most that its memory has grown by from one call to the next, and a quarter of the
+// device where it has not called for long. A request that is beyond that and beyond what is free fails; by then its size is known,
+// as much is given back, and remembered, so that another attempt succeeds.
+class Relief {
+ public:
+  explicit Relief(Relieve relieve) : relieve_(relieve), devices_(static_cast<std::size_t>(c10::cuda::device_count())) {}
+
+  bool ask(c10::DeviceIndex index) {
+    if (OwnRequest::missed() || c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
+      return false;
+    Device& device = devices_[static_cast<std::size_t>(index)];
+    const std::size_t reserved = reservedBytes(index);
+    const std::size_t before = device.reserved.exchange(reserved);
+    const std::size_t grown = before != 0 && reserved > before ? reserved - before : 0;
+    device.usual = std::max({grown, device.usual - device.usual / 32, kLeastGrowth});
+    if (device.remembered > 0) --device.remembered;
+    const std::size_t refused = device.remembered > 0 ? device.refused : 0;
+    const std::size_t quarter = at::cuda::getDeviceProperties(index)->totalGlobalMem / 4;
+    const std::size_t usual = std::max(2 * device.usual, refused);
+    return relieve_(index, freeBytes(index), usual, std::max(usual, quarter)) > 0;
+  }
+
+  void refused(c10::DeviceIndex index, std::size_t bytes) {
+    if (OwnRequest::current()) return;
+    Device& device = devices_[static_cast<std::size_t>(index)];
+    device.refused = bytes;
+    device.remembered = 64;
+    relieve_(index, 0, bytes, bytes);
+  }
+
+  void tookMemory(c10::DeviceIndex index) {
+    devices_[static_cast<std::size_t>(index)].reserved = reservedBytes(index);
+  }
+
+ private:
+  /// Guarded by the allocator's own lock, but for what is atomic.
+  struct Device {
+    std::atomic<std::size_t> reserved{0}; // by the allocator when it asked last, or when we took some
+    std::size_t usual = 0; // the most that this has grown by from one call to the next; long ago counts less
+    std::size_t refused = 0; // the last request that failed
+    int remembered = 0; // for so many calls more
+  };
+
+  static constexpr std::size_t kLeastGrowth = std::size_t{256} << 20;
+  const Relieve relieve_;
+  std::vector<Device> devices_;
+};
+
+std::atomic<Relief*> theRelief{nullptr};
+
+void tookMemory(c10::DeviceIndex index) {
+  if (Relief* relief = theRelief.load(std::memory_order_acquire)) relief->tookMemory(index);
+}
+
+class AskRelief final : public c10::FreeMemoryCallback {
+ public:
+  bool Execute() override {
+    Relief* relief = theRelief.load(std::memory_order_acquire);
+    return relief != nullptr && relief->ask(c10::cuda::current_device());
+  }
+};
+
+} // namespace
+
+void relieveAllocatorBy(Relieve relieve) {
+  theRelief.store(new Relief(relieve), std::memory_order_release);
+  c10::cuda::CUDACachingAllocator::attachOutOfMemoryObserver(
+      [](std::int64_t device, std::size_t bytes, std::size_t /*allowed*/, std::size_t /*free*/) {
+        theRelief.load()->refused(static_cast<c10::DeviceIndex>(device), bytes);
+      });
+}
+
+std::unique_ptr<Link> makeLink() {
+  at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+  return makeCudaLink(std::make_unique<CachingMemory>());
+}
+
+#else
+
+void relieveAllocatorBy(Relieve /*relieve*/) {}
+
+std::unique_ptr<Link> makeLink() {
+  throw Error("offload: this build has no CUDA support; install a CUDA build of torch and build torch_offload again.");
+}
+
+#endif
+
+} // namespace offload::cuda
+
+#ifdef OFFLOAD_WITH_CUDA
+namespace c10 {
+// The registry is found by its plain name.
+using offload::cuda::AskRelief;
+REGISTER_FREE_MEMORY_CALLBACK("torch_offload", AskRelief)
+} // namespace c10
+#endif

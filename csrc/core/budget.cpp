@@ -1,0 +1,101 @@
+// How many device bytes there are beside the ring, and what of them goes back to others.
+#include "core/residency.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace offload {
+namespace {
+
+// Memory that others take between two looks at what is free should not have to be asked back.
+constexpr std::size_t kSmallestStep = std::size_t{64} << 20;
+constexpr int kQuietPasses = 16;
+
+} // namespace
+
+// Looks at how much memory is free, when that is due: nothing of it under the mutex.
+void Residency::look(Device& dev) {
+  {
+    Lock lock(mutex_);
+    const bool grown = dev.queue.budgetedBytes() >= dev.lookAt;
+    if (!dev.lookDue && !grown) return;
+    const auto now = std::chrono::steady_clock::now();
+    if (!budgetBytes_ && !grown && now - dev.lastLook < options_.lookInterval) return;
+    dev.lastLook = now;
+    dev.lookDue = false;
+  }
+  const std::size_t free = budgetBytes_ ? 0 : link_.freeBytes(dev.index);
+  Slots retired;
+  {
+    Lock lock(mutex_);
+    const std::size_t held = dev.queue.budgetedBytes();
+    const std::size_t headroom = std::max(options_.headroomBytes, dev.quiet < kQuietPasses ? dev.demand : 0);
+    if (budgetBytes_) {
+      dev.budget = *budgetBytes_;
+    } else {
+      dev.budget = free > headroom ? held + (free - headroom) : held - std::min(held, headroom - free);
+    }
+    dev.lookAt = budgetBytes_ ? SIZE_MAX : held + std::max(kSmallestStep, (dev.budget - std::min(held, dev.budget)) / 4);
+    // A budget that wavers is no reason to drop what stays and to fetch what does not.
+    const bool wavers = dev.budget >= dev.planned && dev.budget <= dev.planned + dev.planned / 8;
+    if (!wavers || dev.schedule.isStale()) plan(dev);
+    dev.queue.shrink(dev.budget, retired);
+    spill(lock, dev, dev.budget);
+    dev.queue.makeRoom(0, ring(0), retired);
+  }
+  release(retired);
+}
+
+// Under the mutex, as is plan().
+void Residency::endPass(Device& dev) {
+  dev.lookDue = true;
+  if (dev.quiet < kQuietPasses) ++dev.quiet;
+  if (dev.schedule.isStale()) plan(dev);
+}
+
+void Residency::plan(Device& dev) {
+  dev.planned = dev.budget;
+  if (!dev.schedule.plan(dev.budget)) return;
+  dev.queue.sort([&dev](const Slot& slot) { return dev.schedule.keeps(*slot.block, slot.extent, true); });
+}
+
+void Residency::setBudget(std::optional<std::size_t> bytes) {
+  {
+    Lock lock(mutex_);
+    budgetBytes_ = bytes;
+    for (auto& dev : devices_) {
+      dev->lookDue = true;
+      dev->lastLook = {};
+    }
+  }
+  for (auto& dev : devices_) look(*dev);
+}
+
+std::size_t Residency::budget(int index) const {
+  Lock lock(mutex_);
+  return device(index).budget;
+}
+
+std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, std::size_t most) noexcept {
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock() || closed_) return 0;
+  Device& dev = device(index);
+  const bool often = std::exchange(dev.quiet, 0) < kQuietPasses;
+  dev.demand = often ? usual : 0;
+  const std::size_t demand = often ? usual : most;
+  if (free >= demand) return 0;
+  const std::size_t wanted = demand - free;
+  SlotQueue& queue = dev.queue;
+  Slots retired;
+  const std::size_t before = queue.stats.slotBytes;
+  const std::size_t staying = queue.stats.stayingBytes;
+  queue.shrink(queue.budgetedBytes() - std::min(staying, wanted), retired);
+  const std::size_t given = before - queue.stats.slotBytes;
+  if (given < wanted) queue.makeRoom(0, queue.passingBytes() - std::min(queue.passingBytes(), wanted - given), retired);
+  const std::size_t bytes = before - queue.stats.slotBytes;
+  lock.unlock();
+  release(retired);
+  return bytes;
+}
+
+} // namespace offload

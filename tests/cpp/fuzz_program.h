@@ -1,0 +1,458 @@
+// A random program on the cache over the simulated link, with a model that knows every byte's one legal value. The simulation reports
+// what nothing orders; the model, what is ordered and wrong. Some programs have a link that fails now and then: what threw may leave
+// the bytes that it was to write unspecified, and nothing else.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core_rig.h"
+
+namespace offload::core_test {
+
+inline constexpr std::size_t kSteps = 60;
+inline constexpr std::size_t kMostBlocks = 6;
+inline constexpr std::size_t kMostPins = 8;
+inline constexpr std::size_t kMostBytes = 2048;
+
+struct Range {
+  std::size_t begin;
+  std::size_t bytes;
+};
+
+class Program {
+ public:
+  Program(std::uint64_t seed, bool faulty) : random_(seed), faulty_(faulty), rig_(options(seed)) {
+    for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
+      streams_.push_back({device, nullptr});
+      streams_.push_back(rig_.sim.createStream(device));
+      streams_.push_back(rig_.sim.createStream(device));
+    }
+  }
+  ~Program() {
+    rig_.link.fail(0);
+    while (!models_.empty()) {
+      forget(models_.size() - 1);
+    }
+  }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  void run() {
+    for (std::size_t step = 0; step < kSteps; ++step) {
+      if (faulty_ && random_.oneIn(3)) {
+        rig_.link.fail(1 + random_.below(12));
+      }
+      try {
+        act();
+      } catch (const OutOfMemory&) {
+      } catch (const Error& error) {
+        if (rig_.link.failures() == 0) {
+          throw;
+        }
+      }
+      rig_.link.fail(0);
+      // A copy that failed to be waited for may still be on its way under a lease.
+      for (Model& model : models_) {
+        if (!model.known && !model.beingWritten()) {
+          model.lease = {};
+        }
+      }
+      validate();
+    }
+    finish();
+  }
+
+ private:
+  struct Model {
+    Rig::BlockPtr block;
+    Bytes bytes;
+    bool known = true; // not after a failure has left the bytes unspecified
+    std::shared_ptr<Bytes> foreign;
+    HostLease lease;
+    Access access = Access::Read;
+
+    bool beingWritten() const {
+      return lease && access == Access::Write;
+    }
+  };
+  struct Held {
+    Pin pin;
+    std::optional<Bytes> expected;
+    std::size_t bytes;
+    std::vector<Stream> streams;
+  };
+
+  CoreOptions options(std::uint64_t seed) {
+    CoreOptions options;
+    options.sim.seed = seed;
+    options.sim.devices = 1 + static_cast<int>(random_.below(2));
+    options.sim.deviceBytes = std::size_t{1024} << random_.below(6);
+    options.cache.ringBytes = std::size_t{512} << random_.below(6);
+    options.cache.evictAtUnpin = random_.oneIn(8);
+    options.cache.poison = random_.oneIn(4);
+    options.cache.copyDelay = std::chrono::microseconds(random_.oneIn(64) ? 1 : 0);
+    options.arena.sharedRegionBytes = std::size_t{4096} << random_.below(3);
+    options.arena.ownRegionBytes = random_.oneIn(4) ? 1024 : 1 << 14;
+    options.arena.poison = random_.oneIn(4);
+    limitPageLocking(options, seed);
+    giveBudget(options, seed);
+    return options;
+  }
+
+  /// None, some, or what is free.
+  static void giveBudget(CoreOptions& options, std::uint64_t seed) {
+    SimRandom random(seed * 3 + 1);
+    options.cache.headroomBytes = options.sim.deviceBytes / 4;
+    options.cache.budgetBytes = random.oneIn(2) ? 0 : std::size_t{256} << random.below(7);
+    if (random.oneIn(3)) {
+      options.cache.budgetBytes.reset();
+    }
+  }
+
+  /// Blocks are pageable where the Arena is past its limit, and have no ring where the system refuses too.
+  static void limitPageLocking(CoreOptions& options, std::uint64_t seed) {
+    SimRandom random(~seed); // not the program's own numbers, which would make other programs of known seeds
+    options.cache.chunkBytes = std::size_t{128} << random.below(5);
+    if (random.oneIn(2)) {
+      options.arena.pinnedLimit = random.below(1 << 14);
+    }
+    options.sim.wantsRegistration = true;
+    if (random.oneIn(4)) {
+      options.sim.registrationLimit = random.below(1 << 14);
+    }
+  }
+
+  void act() {
+    if (models_.empty() || (models_.size() < kMostBlocks && random_.oneIn(8))) {
+      return addBlock();
+    }
+    switch (random_.below(32)) {
+      case 0 ... 7:
+        return fetch();
+      case 8 ... 11:
+        return read(pick(pins_));
+      case 12 ... 15:
+        return drop(pick(pins_));
+      case 16 ... 17:
+        return adopt();
+      case 18 ... 20:
+        return store();
+      case 21 ... 22:
+        return hostRead();
+      case 23 ... 25:
+        return hostWrite();
+      case 26:
+        return holdLease();
+      case 27:
+        return alsoUse(pick(pins_));
+      case 28:
+        return forget(random_.below(models_.size()));
+      case 29:
+        return giveUp(stream().device);
+      case 30:
+        rig_.cache.setRingBytes(std::size_t{256} << random_.below(7));
+        return;
+      default:
+        return random_.oneIn(2) ? changeBehindItsBack() : static_cast<void>(rig_.arena.trim());
+    }
+  }
+
+  // ---- choices
+
+  Stream stream() {
+    return streams_[random_.below(streams_.size())];
+  }
+  Stream streamOf(int device) {
+    return streams_[static_cast<std::size_t>(device) * 3 + random_.below(3)];
+  }
+  Model& model() {
+    return models_[random_.below(models_.size())];
+  }
+  Range range(const Model& model) {
+    const std::size_t all = model.bytes.size();
+    if (random_.oneIn(2)) {
+      return {0, all};
+    }
+    std::size_t begin = random_.below(all);
+    if (random_.oneIn(2)) {
+      begin = Extent{begin, all}.aligned().begin;
+    }
+    return {begin, 1 + random_.below(all - begin)};
+  }
+  template <class Of>
+  typename std::vector<Of>::iterator pick(std::vector<Of>& all) {
+    return all.empty() ? all.end() : all.begin() + static_cast<std::ptrdiff_t>(random_.below(all.size()));
+  }
+  Bytes value(std::size_t bytes) {
+    return pattern(++values_, bytes);
+  }
+
+  // ---- Blocks
+
+  void addBlock() {
+    Model model;
+    const std::size_t bytes = 1 + random_.below(kMostBytes);
+    model.bytes = value(bytes);
+    if (random_.oneIn(4)) {
+      model.foreign = std::make_shared<Bytes>(model.bytes);
+      model.block = {new Block(model.foreign->data(), bytes, BlockKind::Foreign, Born::Host, 0), Rig::Return{&rig_}};
+    } else {
+      model.block = rig_.newBlock(bytes);
+      model.known = false;
+    }
+    models_.push_back(std::move(model));
+    Model& added = models_.back();
+    if (!added.known) {
+      writeHost(added, {0, bytes});
+    }
+  }
+
+  void forget(std::size_t index) {
+    Model model = std::move(models_[index]);
+    models_.erase(models_.begin() + static_cast<std::ptrdiff_t>(index));
+    model.lease = {};
+    if (model.foreign) {
+      Block* const block = model.block.release();
+      rig_.arena.keepAlive(std::move(model.foreign), rig_.cache.forget(*block));
+      delete block;
+    }
+  }
+
+  // ---- memory
+
+  void giveUp(int device) {
+    switch (random_.below(4)) {
+      case 0:
+        rig_.cache.relieve(device, random_.below(1024), random_.below(2048), random_.below(4096));
+        return;
+      case 1:
+        rig_.cache.setBudget(random_.below(1 << 14));
+        return;
+      case 2:
+        rig_.cache.setBudget({});
+        return;
+      default:
+        rig_.cache.emptyCache(device);
+    }
+  }
+
+  // ---- device
+
+  void fetch() {
+    Model& from = model();
+    if (from.beingWritten()) {
+      return;
+    }
+    const Range part = range(from);
+    const Stream on = stream();
+    const std::uint64_t hits = rig_.cache.stats(on.device).hits;
+    Pin pin = rig_.cache.fetch(*from.block, {part.begin, part.begin + part.bytes}, on);
+    const auto host = reinterpret_cast<std::uintptr_t>(from.block->data) + part.begin;
+    check((reinterpret_cast<std::uintptr_t>(pin.data()) - host) % kAlignment == 0, "a Slot lost its address's remainder");
+    const ResidencyStats stats = rig_.cache.stats(on.device);
+    const std::size_t fits = std::max(rig_.cache.ringBytes(), 2 * (part.bytes + kAlignment));
+    check(
+        stats.hits > hits || stats.slotBytes - stats.stayingBytes - stats.dirtyBytes <= fits + stats.pinnedBytes,
+        "the ring is exceeded by more than what is pinned");
+    check(
+        faulty_ || stats.dirtyBytes == 0 || stats.dirtyBytes + stats.stayingBytes <= rig_.cache.budget(on.device),
+        "there is more that is Dirty than the budget allows");
+    Held held{std::move(pin), std::nullopt, part.bytes, {on}};
+    if (from.known) {
+      const auto begin = from.bytes.begin() + static_cast<std::ptrdiff_t>(part.begin);
+      held.expected = Bytes(begin, begin + static_cast<std::ptrdiff_t>(part.bytes));
+    }
+    pins_.push_back(std::move(held));
+    if (random_.oneIn(2)) {
+      read(std::prev(pins_.end()));
+    }
+    if (pins_.size() > kMostPins) {
+      drop(pick(pins_));
+    }
+  }
+
+  void read(std::vector<Held>::iterator held) {
+    if (held == pins_.end()) {
+      return;
+    }
+    const void* const data = held->pin.data();
+    auto body = [this, data, expected = held->expected] {
+      check(!expected || std::memcmp(data, expected->data(), expected->size()) == 0, "a kernel read other bytes");
+    };
+    rig_.sim.launch(held->streams[random_.below(held->streams.size())], std::move(body), {{data, held->bytes}}, {});
+  }
+
+  void alsoUse(std::vector<Held>::iterator held) {
+    if (held == pins_.end()) {
+      return;
+    }
+    const Stream more = streamOf(held->streams.front().device);
+    rig_.order(held->streams.front(), more);
+    held->pin.alsoUsedOn(more);
+    held->streams.push_back(more);
+  }
+
+  void drop(std::vector<Held>::iterator held) {
+    if (held != pins_.end()) {
+      pins_.erase(held);
+    }
+  }
+
+  void adopt() {
+    Model& to = model();
+    if (to.beingWritten() || to.foreign) {
+      return;
+    }
+    const Stream producer = stream();
+    const Stream home = streamOf(producer.device);
+    const std::size_t bytes = to.bytes.size();
+    const Bytes result = value(bytes);
+    DeviceBuffer buffer;
+    if (random_.oneIn(4)) {
+      buffer = {rig_.sim.allocate(bytes, home), bytes, home, nullptr};
+    } else {
+      buffer = rig_.newResult(home, result);
+    }
+    rig_.order(home, producer);
+    rig_.writeOnDevice(producer, buffer.data, result);
+    to.known = false;
+    rig_.cache.adopt(*to.block, std::move(buffer), producer);
+    to.known = true;
+    to.bytes = result;
+  }
+
+  void store() {
+    Model& to = model();
+    if (to.beingWritten()) {
+      return;
+    }
+    const Range part = range(to);
+    const Stream producer = stream();
+    const Bytes result = value(part.bytes);
+    const DeviceBuffer borrowed = rig_.newResult(producer, result);
+    const bool knewTheRest = std::exchange(to.known, false) || part.bytes == to.bytes.size();
+    rig_.cache.store(*to.block, {part.begin, part.begin + part.bytes}, borrowed.data, producer);
+    to.known = knewTheRest;
+    std::copy(result.begin(), result.end(), to.bytes.begin() + static_cast<std::ptrdiff_t>(part.begin));
+    if (random_.oneIn(2)) {
+      rig_.writeOnDevice(producer, borrowed.data, value(part.bytes));
+    }
+  }
+
+  // ---- host
+
+  void readHost(const Model& from, Range part) {
+    const auto* const host = static_cast<const unsigned char*>(from.block->data) + part.begin;
+    rig_.sim.hostAccess(host, part.bytes, Access::Read);
+    check(!from.known || std::memcmp(host, from.bytes.data() + part.begin, part.bytes) == 0, "the host read other bytes");
+  }
+
+  /// Under a lease, or before anybody else knows of the Block.
+  void writeUnder(Model& to, Range part) {
+    const Bytes bytes = value(part.bytes);
+    auto* const host = static_cast<unsigned char*>(to.block->data) + part.begin;
+    rig_.sim.hostAccess(host, part.bytes, Access::Write);
+    std::copy(bytes.begin(), bytes.end(), host);
+    std::copy(bytes.begin(), bytes.end(), to.bytes.begin() + static_cast<std::ptrdiff_t>(part.begin));
+    to.known = to.known || part.bytes == to.bytes.size();
+  }
+
+  void writeHost(Model& to, Range part) {
+    const HostLease lease = rig_.cache.lease(*to.block, Access::Write);
+    writeUnder(to, part);
+  }
+
+  void hostRead() {
+    Model& from = model();
+    if (from.lease) {
+      return readHost(from, range(from));
+    }
+    const HostLease lease = rig_.cache.lease(*from.block, Access::Read);
+    readHost(from, range(from));
+  }
+
+  void hostWrite() {
+    Model& to = model();
+    const Range part = range(to);
+    return to.beingWritten() ? writeUnder(to, part) : writeHost(to, part);
+  }
+
+  /// Takes a lease for a while, or lets go of one.
+  void holdLease() {
+    Model& of = model();
+    if (of.lease) {
+      of.lease = {};
+      return;
+    }
+    of.access = random_.oneIn(2) ? Access::Read : Access::Write;
+    of.lease = rig_.cache.lease(*of.block, of.access);
+  }
+
+  void changeBehindItsBack() {
+    Model& to = model();
+    if (to.beingWritten()) {
+      return;
+    }
+    rig_.cache.drain(false);
+    const HostLease lease = rig_.cache.lease(*to.block, Access::Read);
+    writeUnder(to, range(to));
+    rig_.cache.markWritten(*to.block);
+  }
+
+  // ---- what must hold
+
+  void check(bool holds, const char* what) {
+    if (!holds && wrong_.empty()) {
+      wrong_ = what;
+    }
+  }
+
+  void validate() {
+    for (const Model& model : models_) {
+      rig_.cache.validate(*model.block);
+    }
+    rig_.arena.validate();
+    if (!wrong_.empty()) {
+      throw Error(wrong_);
+    }
+  }
+
+  void finish() {
+    while (!models_.empty()) {
+      if (random_.oneIn(2)) {
+        Model& last = models_.back();
+        last.lease = {};
+        last.lease = rig_.cache.lease(*last.block, Access::Read);
+        readHost(last, {0, last.bytes.size()});
+      }
+      forget(models_.size() - 1);
+    }
+    pins_.clear();
+    for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
+      rig_.cache.emptyCache(device);
+      const ResidencyStats stats = rig_.cache.stats(device);
+      check(stats.slotBytes == 0 && stats.pinnedBytes == 0, "Slots are left when everything has been let go");
+      check(rig_.sim.bytesInUse(device) == 0, "device memory is left when everything has been let go");
+    }
+    check(rig_.owned == 0, "a result's memory was not released");
+    check(rig_.arena.stats().allocated == 0, "host memory is left when everything has been let go");
+    rig_.sim.drain();
+    rig_.arena.trim();
+    check(rig_.arena.stats().reserved == 0, "regions are left when everything is done");
+    validate();
+  }
+
+  SimRandom random_;
+  const bool faulty_;
+  std::string wrong_;
+  Rig rig_;
+  std::vector<Stream> streams_; // three of each device, the first its null stream
+  std::vector<Model> models_;
+  std::vector<Held> pins_;
+  std::uint64_t values_ = 0;
+};
+
+} // namespace offload::core_test
