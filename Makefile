@@ -10,7 +10,7 @@ cxx_files = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
 # Keeps the source tree, which holds no built module, from hiding the installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help bootstrap build demo test core-test sanitize gpu-check format lint clean
+.PHONY: help bootstrap build demo test core-test sanitize fuzz gpu-check format lint clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -38,6 +38,11 @@ sanitize: ## Run core's tests under the address, undefined-behaviour and thread 
 	@tools/bootstrap system
 	SANITIZE=address,undefined tools/core_test
 	SANITIZE=thread tools/core_test
+
+SEEDS ?= 1000000
+fuzz: ## Run core's random programs, SEEDS of each kind
+	@tools/bootstrap system
+	OFFLOAD_FUZZ_SEEDS=$(SEEDS) tools/core_test -R Fuzz
 
 gpu-check: ## Build and run all tests on this machine's GPU
 	tools/gpu_check cpp py

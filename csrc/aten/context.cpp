@@ -107,6 +107,7 @@ Context::Context(const Settings& settings) {
     options.devices = 1;
     options.deviceBytes = std::size_t{8} << 30;
     options.foreignDeviceMemory = true;
+    options.wantsRegistration = settings.pinnedLimit != SIZE_MAX; // so that a limit has something to limit
     backend_ = Backend::Sim;
     link_ = std::make_unique<SimLink>(options);
   } else if (name != "none" && cuda::deviceCount() > 0) {

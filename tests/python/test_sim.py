@@ -73,6 +73,10 @@ RUNS = {
             "TORCH_OFFLOAD_BUDGET": "0",
         },
     ),
+    "memory that is not pinned": (
+        ORDER,
+        {"TORCH_OFFLOAD_SEED": "8", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_PINNED_LIMIT": "0"},
+    ),
     "another order": (
         ORDER,
         {"TORCH_OFFLOAD_SEED": "4", "TORCH_OFFLOAD_RING_BYTES": "4096", "TORCH_OFFLOAD_BUDGET": "2048"},
