@@ -129,10 +129,18 @@ Context::Context(const Settings& settings) {
   options.copyDelay = settings.copyDelay;
   residency_ = std::make_unique<Residency>(*link_, options);
   if (backend_ != Backend::Cuda) return;
-  cuda::relieveAllocatorBy([](c10::DeviceIndex index, std::size_t free, std::size_t usual, std::size_t most) -> std::size_t {
-    const Context* now = ifCreated();
-    return now != nullptr ? now->residency().relieve(index, free, usual, most) : 0;
-  });
+  cuda::relieveAllocatorBy(
+      [](c10::DeviceIndex index, std::size_t free, std::size_t usual, std::size_t most) -> std::size_t {
+        const Context* now = ifCreated();
+        return now != nullptr ? now->residency().relieve(index, free, usual, most) : 0;
+      },
+      [](c10::DeviceIndex index) {
+        try {
+          if (const Context* now = ifCreated()) now->residency().emptyCache(index);
+        } catch (...) {
+          // The allocator raises its own out-of-memory error.
+        }
+      });
 }
 
 Stream Context::currentStream(c10::DeviceIndex index) const {

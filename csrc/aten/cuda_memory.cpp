@@ -107,7 +107,12 @@ class CachingMemory final : public DeviceMemory {
     try {
       void* const data =
           c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(bytes, static_cast<cudaStream_t>(stream.handle));
-      ledger_.took(data, bytes, stream.device);
+      try {
+        ledger_.took(data, bytes, stream.device);
+      } catch (...) {
+        c10::cuda::CUDACachingAllocator::raw_delete(data);
+        throw;
+      }
       return data;
     } catch (const c10::OutOfMemoryError& error) {
       throw OutOfMemory(OutOfMemory::Where::Device, bytes, error.what_without_backtrace());
@@ -158,33 +163,33 @@ std::size_t freeBytes(c10::DeviceIndex index) {
 // Note [What the allocator asks for]
 // It calls back at every request that none of its free blocks serves, before it asks the driver, and doesn't say for how much. So
 // the answer goes by the last requests: twice the most that its memory has grown by from one call to the next, and a quarter of the
-// device where it has not called for long. A request that is beyond that and beyond what is free fails; by then its size is known,
-// as much is given back, and remembered, so that another attempt succeeds.
+// device where it has not called for long. A request that is beyond that and beyond what is free fails. Then, with the lock let go,
+// everything is given back, what is Dirty too, and its size is remembered, so that another attempt succeeds.
+// While it records its history it wants the GIL to free a block, which nobody may take under its lock: then it gets no answer.
 class Relief {
  public:
-  explicit Relief(Relieve relieve) : relieve_(relieve), devices_(static_cast<std::size_t>(c10::cuda::device_count())) {}
+  explicit Relief(Relieve relieve, GiveUp giveUp)
+      : relieve_(relieve), giveUp_(giveUp), devices_(static_cast<std::size_t>(c10::cuda::device_count())) {}
 
   bool ask(c10::DeviceIndex index) {
-    if (OwnRequest::missed() || c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
-      return false;
+    if (OwnRequest::missed() || capturing() || c10::cuda::CUDACachingAllocator::isHistoryEnabled()) return false;
     Device& device = devices_[static_cast<std::size_t>(index)];
     const std::size_t reserved = reservedBytes(index);
     const std::size_t before = device.reserved.exchange(reserved);
     const std::size_t grown = before != 0 && reserved > before ? reserved - before : 0;
     device.usual = std::max({grown, device.usual - device.usual / 32, kLeastGrowth});
-    if (device.remembered > 0) --device.remembered;
-    const std::size_t refused = device.remembered > 0 ? device.refused : 0;
+    const std::size_t refused = device.calls++ < device.rememberUntil ? device.refused.load() : 0;
     const std::size_t quarter = at::cuda::getDeviceProperties(index)->totalGlobalMem / 4;
     const std::size_t usual = std::max(2 * device.usual, refused);
     return relieve_(index, freeBytes(index), usual, std::max(usual, quarter)) > 0;
   }
 
   void refused(c10::DeviceIndex index, std::size_t bytes) {
-    if (OwnRequest::current()) return;
+    if (OwnRequest::current() || capturing()) return;
     Device& device = devices_[static_cast<std::size_t>(index)];
     device.refused = bytes;
-    device.remembered = 64;
-    relieve_(index, 0, bytes, bytes);
+    device.rememberUntil = device.calls + 64;
+    giveUp_(index);
   }
 
   void tookMemory(c10::DeviceIndex index) {
@@ -192,16 +197,21 @@ class Relief {
   }
 
  private:
-  /// Guarded by the allocator's own lock, but for what is atomic.
   struct Device {
+    std::size_t usual = 0; // the most that `reserved` has grown by, long ago counting less; guarded by the allocator's lock
     std::atomic<std::size_t> reserved{0}; // by the allocator when it asked last, or when we took some
-    std::size_t usual = 0; // the most that this has grown by from one call to the next; long ago counts less
-    std::size_t refused = 0; // the last request that failed
-    int remembered = 0; // for so many calls more
+    std::atomic<std::size_t> refused{0}; // the last request that failed
+    std::atomic<std::uint64_t> calls{0};
+    std::atomic<std::uint64_t> rememberUntil{0};
   };
+
+  static bool capturing() {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
 
   static constexpr std::size_t kLeastGrowth = std::size_t{256} << 20;
   const Relieve relieve_;
+  const GiveUp giveUp_;
   std::vector<Device> devices_;
 };
 
@@ -221,8 +231,8 @@ class AskRelief final : public c10::FreeMemoryCallback {
 
 } // namespace
 
-void relieveAllocatorBy(Relieve relieve) {
-  theRelief.store(new Relief(relieve), std::memory_order_release);
+void relieveAllocatorBy(Relieve relieve, GiveUp giveUp) {
+  theRelief.store(new Relief(relieve, giveUp), std::memory_order_release);
   c10::cuda::CUDACachingAllocator::attachOutOfMemoryObserver(
       [](std::int64_t device, std::size_t bytes, std::size_t /*allowed*/, std::size_t /*free*/) {
         theRelief.load()->refused(static_cast<c10::DeviceIndex>(device), bytes);
@@ -236,7 +246,7 @@ std::unique_ptr<Link> makeLink() {
 
 #else
 
-void relieveAllocatorBy(Relieve /*relieve*/) {}
+void relieveAllocatorBy(Relieve /*relieve*/, GiveUp /*giveUp*/) {}
 
 std::unique_ptr<Link> makeLink() {
   throw Error("offload: this build has no CUDA support; install a CUDA build of torch and build torch_offload again.");

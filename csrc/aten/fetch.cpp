@@ -14,8 +14,8 @@ struct FetchedMemory {
 };
 
 struct AliasedMemory {
+  c10::Storage source; // outlives the lease of its Block
   HostLease lease;
-  c10::Storage source;
 };
 
 void deleteFetched(void* memory) {
@@ -46,7 +46,7 @@ at::Tensor fetchAlias(const at::Tensor& offload) {
   const auto& source = offload.storage();
   HostLease lease;
   if (source.nbytes() > 0) lease = Context::get().lease(blockOf(source), Access::Read);
-  auto* memory = new AliasedMemory{std::move(lease), source};
+  auto* memory = new AliasedMemory{source, std::move(lease)};
   c10::DataPtr data(const_cast<void*>(source.data()), memory, &deleteAliased, c10::Device(c10::kCPU));
   c10::Storage alias(c10::Storage::use_byte_size_t(), source.nbytes(), std::move(data), nullptr, false);
   return tensorOver(std::move(alias), c10::kCPU, offload, offload.storage_offset());

@@ -15,6 +15,7 @@ constexpr int kQuietPasses = 16;
 
 // Looks at how much memory is free, when that is due: nothing of it under the mutex.
 void Residency::look(Device& dev) {
+  bool automatic = false;
   {
     Lock lock(mutex_);
     const bool grown = dev.queue.budgetedBytes() >= dev.lookAt;
@@ -23,11 +24,17 @@ void Residency::look(Device& dev) {
     if (!budgetBytes_ && !grown && now - dev.lastLook < options_.lookInterval) return;
     dev.lastLook = now;
     dev.lookDue = false;
+    automatic = !budgetBytes_;
   }
-  const std::size_t free = budgetBytes_ ? 0 : link_.freeBytes(dev.index);
+  const std::size_t free = automatic ? link_.freeBytes(dev.index) : 0;
   Slots retired;
   {
     Lock lock(mutex_);
+    if (automatic == budgetBytes_.has_value()) { // it has been set meanwhile
+      dev.lookDue = true;
+      dev.lastLook = {};
+      return;
+    }
     const std::size_t held = dev.queue.budgetedBytes();
     const std::size_t headroom = std::max(options_.headroomBytes, dev.quiet < kQuietPasses ? dev.demand : 0);
     if (budgetBytes_) {
@@ -92,6 +99,11 @@ std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, s
   queue.shrink(queue.budgetedBytes() - std::min(staying, wanted), retired);
   const std::size_t given = before - queue.stats.slotBytes;
   if (given < wanted) queue.makeRoom(0, queue.passingBytes() - std::min(queue.passingBytes(), wanted - given), retired);
+  // Of somebody else's memory the deleter may want the GIL, which is not to be taken under the allocator's lock.
+  for (auto& slot : retired) {
+    if (slot->buffer.owner) unreleased_.push_back(slot);
+  }
+  std::erase_if(retired, [](const auto& slot) { return slot->buffer.owner != nullptr; });
   const std::size_t bytes = before - queue.stats.slotBytes;
   lock.unlock();
   release(retired);

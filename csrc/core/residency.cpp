@@ -132,10 +132,13 @@ HostLease Residency::lease(Block& block, Access access) {
     Lock lock(mutex_);
     awaitIssued(lock, block);
     expectRead(block);
-    while (auto dirty = dirtyOf(block)) writeHome(lock, dirty);
-    ++block.leases;
+    while (auto dirty = dirtyOf(block)) {
+      writeHome(lock, dirty);
+      awaitIssued(lock, block);
+    }
     block.writers.appendTo(inTheWay);
     if (access == Access::Write) block.readers.appendTo(inTheWay);
+    ++block.leases;
   }
   HostLease lease(*this, block, access);
   for (const Token& token : inTheWay) token.wait();
@@ -239,6 +242,8 @@ void Residency::release(Slots& retired) noexcept {
   for (auto& slot : retired) {
     if (slot->buffer.data == nullptr) continue;
     try {
+      // Somebody else's memory goes back to his stream, which must not wait for ours while it is being captured.
+      if (slot->buffer.owner && link_.capturing(slot->buffer.home)) throw Error("offload: a stream is being captured.");
       for (const Token& token : slot->readers.all()) token.orderBefore(slot->buffer.home);
       if (options_.poison && !slot->buffer.owner) link_.fill(slot->buffer.data, 0xFF, slot->buffer.bytes, slot->buffer.home);
     } catch (...) {
@@ -326,8 +331,8 @@ std::size_t Residency::emptyCache(int index) {
   {
     Lock lock(mutex_);
     Device& dev = device(index);
-    const std::size_t before = dev.queue.stats.slotBytes;
     spill(lock, dev, 0);
+    const std::size_t before = dev.queue.stats.slotBytes; // from here on nobody else changes it
     dev.queue.shrink(0, retired);
     dev.queue.makeRoom(0, 0, retired);
     bytes = before - dev.queue.stats.slotBytes;

@@ -37,7 +37,8 @@ struct EventPool::Shared {
 };
 
 struct Token::Record {
-  Record(std::shared_ptr<EventPool::Shared> p, Stream s) : pool(std::move(p)), stream(s), recording(pool->clock++) {}
+  Record(std::shared_ptr<EventPool::Shared> p, Stream s, bool later)
+      : pool(std::move(p)), stream(s), deferred(later), recording(pool->clock++) {}
   ~Record() {
     if (Event own = event.load()) pool->giveBack(stream.device, own);
   }
@@ -47,6 +48,8 @@ struct Token::Record {
   // Recorded when first asked for where the Link refused earlier: a later place on the stream tells no less.
   Event recordedEvent() {
     if (Event known = event.load()) return known;
+    // An event of a capture is none of ours, and whoever waited for it would become part of the graph.
+    if (deferred && pool->link.capturing(stream)) throw Error("offload: no event may be recorded during capture.");
     Event fresh = pool->take(stream.device);
     Event known = nullptr;
     begun.store(true);
@@ -67,6 +70,7 @@ struct Token::Record {
 
   const std::shared_ptr<EventPool::Shared> pool;
   const Stream stream;
+  const bool deferred;
   std::atomic<Event> event{nullptr};
   std::atomic<bool> done{false};
   /// Whether its place on the stream is, or may be, behind us.
@@ -119,11 +123,11 @@ EventPool::~EventPool() {
 }
 
 Token EventPool::defer(Stream stream) {
-  return Token(std::make_shared<Token::Record>(shared_, stream));
+  return Token(std::make_shared<Token::Record>(shared_, stream, true));
 }
 
 Token EventPool::record(Stream stream) {
-  auto record = std::make_shared<Token::Record>(shared_, stream);
+  auto record = std::make_shared<Token::Record>(shared_, stream, false);
   try {
     record->recordedEvent();
   } catch (const Error&) {

@@ -68,7 +68,10 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
     awaitIssued(lock, block);
     // What all of is overwritten need not come home before.
     const bool whole = extent == Extent{0, block.bytes};
-    for (auto dirty = dirtyOf(block); dirty && !whole; dirty = dirtyOf(block)) writeHome(lock, dirty);
+    for (auto dirty = dirtyOf(block); dirty && !whole; dirty = dirtyOf(block)) {
+      writeHome(lock, dirty);
+      awaitIssued(lock, block);
+    }
     block.writers.appendTo(after);
     block.readers.appendTo(after);
     ++block.issuing;

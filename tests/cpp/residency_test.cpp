@@ -467,6 +467,30 @@ TEST(Residency, AnUnpinDuringCaptureIsMadeUpFor) {
   rig.sim.drain();
 }
 
+// What stays is unpinned by a deferred token, which may be asked while its stream is being captured.
+TEST(Residency, NothingOfACaptureIsWaitedFor) {
+  for (const bool unpinnedBefore : {true, false}) {
+    CoreOptions options;
+    options.cache.budgetBytes = 1 << 20;
+    BasicRig<CapturingLink> rig(options);
+    const Stream stream = rig.sim.createStream(0);
+    const auto block = rig.newBlock(pattern(1, 1000));
+    {
+      const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
+      rig.readOnDevice(stream, pin.data(), 1000);
+      if (!unpinnedBefore) rig.link.captured = stream;
+    }
+    rig.link.captured = stream;
+    rig.write(*block, pattern(2, 1000)); // retires the Slot
+    rig.cache.emptyCache(0);
+    EXPECT_GT(rig.sim.bytesInUse(0), 0U) << "kept until its uses can be ordered";
+    rig.link.captured.device = -1;
+    rig.cache.emptyCache(0);
+    EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
+    rig.sim.drain();
+  }
+}
+
 TEST(Residency, CopiesCanBeSlowedDown) {
   CoreOptions options;
   options.cache.copyDelay = std::chrono::microseconds(1);
