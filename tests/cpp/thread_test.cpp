@@ -76,17 +76,32 @@ CoreOptions options(std::uint64_t seed) {
     options.cache.chunkBytes = 100;
     options.sim.registrationLimit = 4 * BounceRing::kChunks * options.cache.chunkBytes;
   }
+  if (seed == 4) options.cache.budgetBytes = 2 * kBytes;
+  if (seed == 5) { // automatic, of a device with room for about six
+    options.cache.budgetBytes.reset();
+    options.sim.deviceBytes = 1 << 14;
+    options.cache.headroomBytes = 1 << 13;
+  }
   return options;
 }
 
+constexpr std::uint64_t kVariants[] = {0, 1, 2, 3, 4, 5};
+
 TEST(Threads, FetchReadAndEvictSharedBlocks) {
-  for (const std::uint64_t seed : {0, 1, 2, 3}) {
+  for (const std::uint64_t seed : kVariants) {
     Shared shared(options(seed));
     onThreads([&](std::uint64_t thread) {
       SimRandom random(thread);
       for (int repeat = 0; repeat < kRepeats; ++repeat) {
         Block& block = *shared.blocks[random.below(shared.blocks.size())];
-        switch (random.below(8)) {
+        switch (random.below(10)) {
+          case 8:
+            shared.rig.cache.relieve(0, 0, kBytes, 2 * kBytes);
+            break;
+          case 9:
+            if (seed >= 4)
+              shared.rig.cache.setBudget(random.oneIn(2) ? std::optional<std::size_t>(random.below(4096)) : std::nullopt);
+            break;
           case 0:
             EXPECT_TRUE(isOneValue(shared.rig.read(block).data(), kBytes));
             break;
@@ -108,7 +123,7 @@ TEST(Threads, FetchReadAndEvictSharedBlocks) {
 }
 
 TEST(Threads, StoreAndAdoptWhatOthersFetch) {
-  for (const std::uint64_t seed : {0, 1, 2, 3}) {
+  for (const std::uint64_t seed : kVariants) {
     Shared shared(options(seed));
     std::mutex owned; // guards the rig's own count
     onThreads([&](std::uint64_t thread) {
@@ -140,7 +155,7 @@ TEST(Threads, StoreAndAdoptWhatOthersFetch) {
 }
 
 TEST(Threads, WriteTheirOwnBlocksAndFreeThem) {
-  for (const std::uint64_t seed : {0, 1, 2, 3}) {
+  for (const std::uint64_t seed : kVariants) {
     Shared shared(options(seed));
     onThreads([&](std::uint64_t thread) {
       for (int repeat = 0; repeat < kRepeats; ++repeat) {
@@ -155,6 +170,32 @@ TEST(Threads, WriteTheirOwnBlocksAndFreeThem) {
       }
     });
     EXPECT_EQ(shared.rig.arena.stats().count, shared.blocks.size());
+  }
+}
+
+// Each thread's results push those of the others home, whose Blocks may go at any time.
+TEST(Threads, SpillWhatOthersOwn) {
+  for (const std::uint64_t seed : kVariants) {
+    Shared shared(options(seed));
+    onThreads([&](std::uint64_t thread) {
+      SimRandom random(thread);
+      const Stream stream = shared.streams[thread];
+      for (int repeat = 0; repeat < kRepeats; ++repeat) {
+        const auto block = shared.rig.newBlock(Bytes(kBytes, 1));
+        block->purpose = random.oneIn(2) ? Purpose::Gradient : Purpose::Unknown;
+        const auto value = static_cast<unsigned char>(random.next());
+        for (std::uint64_t writes = 1 + random.below(3); writes > 0; --writes) {
+          void* const data = shared.rig.sim.allocate(kBytes, stream);
+          shared.rig.writeOnDevice(stream, data, Bytes(kBytes, value));
+          shared.rig.cache.adopt(*block, {data, kBytes, stream, nullptr}, stream);
+        }
+        if (random.oneIn(2)) shared.fetch(*block, stream);
+        if (random.oneIn(3)) {
+          EXPECT_EQ(shared.rig.read(*block), Bytes(kBytes, value));
+        }
+        if (random.oneIn(16)) shared.rig.cache.emptyCache(stream.device);
+      }
+    });
   }
 }
 
