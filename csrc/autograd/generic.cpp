@@ -20,7 +20,6 @@
 #include <torch/library.h>
 
 #include <mutex>
-#include <unordered_set>
 
 namespace offload {
 namespace {

@@ -217,7 +217,8 @@ def test_within_a_fraction_of_the_device():
     torch.cuda.empty_cache()
     torch_offload.empty_cache()
     torch_offload.set_ring_bytes(64 << 20)
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size / 3) / total)
+    limit = torch.cuda.memory_reserved() + size / 3
+    torch.cuda.set_per_process_memory_fraction(limit / total)
     try:
         optimizer = torch.optim.SGD(net.parameters(), lr=2**-10)
         peaks = []
@@ -225,6 +226,6 @@ def test_within_a_fraction_of_the_device():
             training(net, [[data(16 * (1 + step % 3), width, seed=step)]], optimizer)
             peaks.append((torch.cuda.memory_reserved(), torch_offload.memory_stats()["host.reserved_bytes.current"]))
         assert peaks[-1][1] == peaks[9][1]
-        assert max(reserved for reserved, _ in peaks) <= torch.cuda.memory_reserved() + size / 3
+        assert max(reserved for reserved, _ in peaks) <= limit
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
