@@ -1,5 +1,7 @@
 #include "core/host_region.h"
 
+#include "core/parallel.h"
+
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -11,10 +13,8 @@
 #include <cstdint>
 #include <fstream>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 // Linux 5.14
@@ -24,8 +24,8 @@ namespace offload {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-// What a thread takes at a time: milliseconds of work, so that starting a thread costs little beside it and all end together.
-constexpr std::size_t kPiece = std::size_t{4} << 20;
+// What a thread takes at a time: a fraction of a millisecond's work, so that all end together.
+constexpr std::size_t kPiece = std::size_t{8} << 20;
 
 std::size_t pageBytes() {
   static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
@@ -67,6 +67,25 @@ cpu_set_t nearbyCpus() {
   CPU_AND(&nearby, &nearby, &allowed);
   return CPU_COUNT(&nearby) > 0 ? nearby : allowed;
 }
+
+// Keeps this thread to some CPUs.
+class Affinity {
+ public:
+  explicit Affinity(const cpu_set_t& cpus) {
+    CPU_ZERO(&before_);
+    if (CPU_COUNT(&cpus) == 0 || sched_getaffinity(0, sizeof(before_), &before_) != 0) return;
+    changed_ = sched_setaffinity(0, sizeof(cpus), &cpus) == 0;
+  }
+  ~Affinity() {
+    if (changed_) (void)sched_setaffinity(0, sizeof(before_), &before_);
+  }
+  Affinity(const Affinity&) = delete;
+  Affinity& operator=(const Affinity&) = delete;
+
+ private:
+  cpu_set_t before_;
+  bool changed_ = false;
+};
 
 bool populatePiece(char* data, std::size_t bytes) {
   int result = 0;
@@ -129,19 +148,12 @@ bool HostRegion::populate(std::size_t most) const {
   };
   const cpu_set_t cpus = nearbyCpus();
   const auto cores = static_cast<std::size_t>(std::max(1, CPU_COUNT(&cpus)));
-  std::vector<std::thread> helpers;
-  try {
-    for (std::size_t count = std::min({pieces, cores, most}); count > 1; --count) {
-      helpers.emplace_back([&] {
-        if (CPU_COUNT(&cpus) > 0) (void)sched_setaffinity(0, sizeof(cpus), &cpus);
-        work();
-      });
-    }
-  } catch (const std::system_error&) {
-    // Those that there are do it.
-  }
-  work();
-  for (auto& helper : helpers) helper.join();
+  const auto caller = std::this_thread::get_id();
+  inParallel(std::min({pieces, cores, most}), [&] {
+    if (std::this_thread::get_id() == caller) return work();
+    const Affinity scope(cpus);
+    work();
+  });
   return done;
 }
 
