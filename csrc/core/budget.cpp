@@ -48,7 +48,7 @@ void Residency::look(Device& dev) {
     if (!wavers || dev.schedule.isStale()) plan(dev);
     dev.queue.shrink(dev.budget, retired);
     spill(lock, dev, dev.budget);
-    dev.queue.makeRoom(0, ring(0), retired);
+    dev.queue.makeRoom(0, dev.ring, retired);
   }
   release(retired);
 }

@@ -6,8 +6,8 @@
 
 namespace offload {
 
-Pin::Pin(Residency& residency, std::shared_ptr<Slot> slot, void* data, Stream stream)
-    : residency_(&residency), slot_(std::move(slot)), data_(data), streams_{stream} {}
+Pin::Pin(Residency& residency, std::shared_ptr<Slot> slot, void* data, std::vector<Stream> streams)
+    : residency_(&residency), slot_(std::move(slot)), data_(data), streams_(std::move(streams)) {}
 
 Pin::Pin(Pin&& other) noexcept
     : residency_(other.residency_),

@@ -28,7 +28,7 @@ class Pin {
 
  private:
   friend class Residency;
-  Pin(Residency& residency, std::shared_ptr<Slot> slot, void* data, Stream stream);
+  Pin(Residency& residency, std::shared_ptr<Slot> slot, void* data, std::vector<Stream> streams);
   void letGo() noexcept;
 
   Residency* residency_ = nullptr;

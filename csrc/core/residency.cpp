@@ -50,15 +50,21 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   Lock lock(mutex_);
   ++dev.queue.stats.fetches;
   if (dev.schedule.record(block, extent)) endPass(dev);
+  follow(dev);
   auto slot = awaitNewest(lock, block, extent, stream.device);
+  Slots retired;
   if (slot) {
     ++dev.queue.stats.hits;
+    if (std::exchange(slot->unused, false) && dev.patience > 1) --dev.patience;
     dev.queue.pin(slot);
+    Pin next = foresee(dev, retired);
     const Token ready = slot->ready;
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
     lock.unlock();
-    Pin pinned(*this, std::move(slot), data, stream);
+    release(retired);
+    Pin pinned(*this, std::move(slot), data, {stream});
     if (!ready.done()) ready.orderBefore(stream); // once it is known to be done, neither call reaches the driver
+    if (next) prefetchMore(dev, std::move(next));
     return pinned;
   }
 
@@ -68,11 +74,11 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   slot->device = stream.device;
   slot->version = block.version;
   slot->buffer.bytes = extent.bytes() + shift;
-  Slots retired;
   const std::size_t bytes = slot->buffer.bytes;
   const bool room = dev.queue.budgetedBytes() + bytes <= dev.budget;
   const bool stays = room && dev.schedule.keeps(block, extent, room);
-  dev.queue.makeRoom(stays ? 0 : bytes, ring(bytes), retired);
+  dev.ring = ring(bytes);
+  dev.queue.makeRoom(stays ? 0 : bytes, dev.ring, retired);
   dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
   std::vector<Token> after;
   block.writers.appendTo(after);
@@ -80,13 +86,14 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   lock.unlock();
 
   release(retired);
-  Pin pinned(*this, slot, nullptr, stream); // gives the Slot up if anything throws
+  Pin pinned(*this, slot, nullptr, {stream}); // gives the Slot up if anything throws
   TokenSet reads;
   std::exception_ptr failure;
   try {
     slot->buffer = allocate(dev, slot->buffer.bytes);
     slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
-    copyIn(*slot, block, dev, after, stream, reads);
+    copyIn(*slot, block, dev, after, reads);
+    slot->ready.orderBefore(stream);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -99,19 +106,20 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     slot->block = &block;
     block.slots.push_back(slot);
   }
+  Pin next = failure ? Pin() : foresee(dev, retired);
   lock.unlock();
   issued_.notify_all();
   if (failure) std::rethrow_exception(failure);
   pinned.data_ = slot->data;
+  release(retired);
+  if (next) prefetchMore(dev, std::move(next));
   return pinned;
 }
 
-void Residency::copyIn(
-    Slot& slot, const Block& block, Device& dev, const std::vector<Token>& after, Stream stream, TokenSet& reads) {
+void Residency::copyIn(Slot& slot, const Block& block, Device& dev, const std::vector<Token>& after, TokenSet& reads) {
   if (options_.poison) link_.fill(slot.buffer.data, 0xFF, slot.buffer.bytes, slot.buffer.home);
   const auto* host = static_cast<const std::byte*>(block.data) + slot.extent.begin;
   slot.ready = dev.transfer.toDevice(slot.data, host, slot.extent.bytes(), memoryOf(block), after, reads);
-  slot.ready.orderBefore(stream);
 }
 
 DeviceBuffer Residency::allocate(Device& dev, std::size_t bytes) {
@@ -355,7 +363,7 @@ void Residency::setRingBytes(std::size_t bytes) {
   {
     Lock lock(mutex_);
     ringBytes_ = bytes;
-    for (auto& dev : devices_) dev->queue.makeRoom(0, ring(0), retired);
+    for (auto& dev : devices_) dev->queue.makeRoom(0, dev->ring = bytes, retired);
   }
   release(retired);
 }

@@ -46,6 +46,8 @@ struct ResidencyOptions {
   std::size_t headroomBytes = std::size_t{1} << 30;
   /// How long to go by what was free before it is asked again, which takes microseconds.
   std::chrono::microseconds lookInterval{5000};
+  /// Copies what the Schedule expects next ahead of its fetch.
+  bool prefetch = true;
   /// For tests: gives up every Slot at its last unpin, and fills memory that is given up with 0xFF.
   bool evictAtUnpin = false;
   bool poison = false;
@@ -120,6 +122,7 @@ class Residency {
     Transfer transfer;
     SlotQueue queue;
     Schedule schedule;
+    std::size_t ring = 0; // the bytes that may pass, as of the last fetch
     std::size_t budget = 0;
     std::size_t planned = 0; // the budget that the plan was made for
     std::size_t lookAt = 0; // how many bytes on the budget's account make another look due
@@ -127,6 +130,10 @@ class Residency {
     std::chrono::steady_clock::time_point lastLook{};
     std::size_t demand = 0; // what PyTorch's allocator has asked for of late
     int quiet = INT_MAX / 2; // passes since it has asked
+    std::uint64_t horizon = 0; // the number of the last fetch that has been looked after ahead of it
+    std::uint64_t unwritten = 0; // the first one before it that awaits a write of the host; 0: none
+    std::uint64_t patience = 1; // how many fetches must have come as expected before a copy is made ahead
+    std::uint64_t wasted = 0; // prefetches that `patience` has been told of
   };
 
   Device& device(int index);
@@ -140,6 +147,12 @@ class Residency {
   void spill(Lock& lock, Device& device, std::size_t budget) noexcept;
   bool isLastWrite(const Block& block) const;
   void expectRead(Block& block);
+  void follow(Device& device);
+  Forecast::Expected lookAhead(Device& device);
+  Pin foresee(Device& device, Slots& retired);
+  bool mayPrefetch(const Block& block) const;
+  bool prefetch(Device& device, const std::shared_ptr<Slot>& slot) noexcept;
+  void prefetchMore(Device& device, Pin next) noexcept;
   void look(Device& device);
   void endPass(Device& device);
   void plan(Device& device);
@@ -149,7 +162,7 @@ class Residency {
   void release(Slots& retired) noexcept;
   void settle() noexcept;
   DeviceBuffer allocate(Device& device, std::size_t bytes);
-  void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, Stream stream, TokenSet& reads);
+  void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, TokenSet& reads);
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
   void endLease(Block& block, Access access) noexcept;
   void refuseCapture(Stream stream, const char* what);

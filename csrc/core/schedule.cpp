@@ -17,6 +17,7 @@ constexpr std::size_t kLongestPass = std::size_t{1} << 16;
 
 bool Schedule::record(Block& block, Extent extent) {
   if (++block.fetches < kFetchesToBelieve && block.born == Born::Device) return false;
+  forecast_.follow(block, extent);
   if (!current_.order.empty() && current_.order.back() == Key{&block, extent}) return false; // once more is no pass
   block.scheduled = true;
   Entry* entry = &entries_[{&block, extent}];
@@ -88,6 +89,7 @@ bool Schedule::keeps(const Block& block, Extent extent, bool room) const {
 
 void Schedule::forget(const Block& block) noexcept {
   if (!block.scheduled) return;
+  forecast_.forget(block);
   auto isOf = [&block](const Key& key) { return key.block == &block; };
   for (Pass* pass : {&current_, &planned_}) {
     std::erase_if(pass->order, [&](const Key& key) {

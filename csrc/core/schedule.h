@@ -1,4 +1,4 @@
-// The recorded order of fetches, and what of it is worth keeping on the device.
+// The recorded order of fetches, what of it is worth keeping on the device, and what comes next (forecast.h).
 //
 // Note [What is kept]
 // A model asks for its weights in the same order again and again. Of such a cycle no cache saves more bytes than a fixed set: the
@@ -11,6 +11,7 @@
 #pragma once
 
 #include "core/extent.h"
+#include "core/forecast.h"
 
 #include <cstdint>
 #include <functional>
@@ -40,6 +41,10 @@ class Schedule {
 
   void forget(const Block& block) noexcept;
 
+  const Forecast& forecast() const noexcept {
+    return forecast_;
+  }
+
   std::size_t entryCount() const noexcept {
     return entries_.size();
   }
@@ -67,6 +72,7 @@ class Schedule {
 
   void finishPass();
 
+  Forecast forecast_;
   std::unordered_map<Key, Entry, KeyHash> entries_;
   std::uint64_t number_ = 1;
   Pass current_;

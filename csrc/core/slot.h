@@ -75,9 +75,15 @@ struct Slot {
   TokenSet readers;
   int pins = 0;
   Share share = Share::Passing;
+  /// The latest fetch that is expected to ask for it, by its number and the SlotQueue's epoch.
+  std::uint64_t expected = 0;
+  std::uint64_t epoch = 0;
+  /// It was fetched ahead, and nobody has asked for it yet.
+  bool unused = false;
   /// Place in its SlotQueue: in the list of its share, where nothing pins it, or it is Dirty.
   std::list<std::shared_ptr<Slot>>::iterator place;
   bool isListed = false;
+  bool isAhead = false; // the list is that of Slots which are passing and expected
 };
 
 } // namespace offload

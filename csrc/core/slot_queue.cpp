@@ -8,7 +8,8 @@ namespace offload {
 
 SlotQueue::List& SlotQueue::listOf(const Slot& slot) {
   if (slot.share == Share::Dirty) return dirty_;
-  return slot.share == Share::Staying ? staying_ : passing_;
+  if (slot.share == Share::Staying) return staying_;
+  return slot.isAhead ? ahead_ : passing_;
 }
 
 std::size_t* SlotQueue::accountOf(const Slot& slot) {
@@ -17,6 +18,8 @@ std::size_t* SlotQueue::accountOf(const Slot& slot) {
 }
 
 void SlotQueue::enlist(const std::shared_ptr<Slot>& slot) {
+  slot->isAhead = slot->share == Share::Passing && isExpected(*slot);
+  if (slot->share == Share::Passing) (slot->isAhead ? aheadBytes_ : idleBytes_) += slot->buffer.bytes;
   List& list = listOf(*slot);
   slot->place = list.insert(list.end(), slot);
   slot->isListed = true;
@@ -26,6 +29,7 @@ void SlotQueue::delist(Slot& slot) {
   if (!slot.isListed) return;
   slot.isListed = false;
   listOf(slot).erase(slot.place);
+  if (slot.share == Share::Passing) (slot.isAhead ? aheadBytes_ : idleBytes_) -= slot.buffer.bytes;
 }
 
 void SlotQueue::charge(Slot& slot, Share share) {
@@ -71,6 +75,8 @@ void SlotQueue::retire(std::shared_ptr<Slot> slot, Slots& retired) {
   slot->become(SlotState::Gone);
   stats.slotBytes -= slot->buffer.bytes;
   ++stats.evictions;
+  if (slot->unused) ++stats.prefetchesWasted;
+  if (isExpected(*slot)) interrupted_ = true;
   retired.push_back(std::move(slot));
 }
 
@@ -83,8 +89,29 @@ void SlotQueue::move(const std::shared_ptr<Slot>& slot, Share share) {
   if (listed) enlist(slot);
 }
 
+void SlotQueue::expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch) {
+  slot->expected = fetch;
+  slot->epoch = epoch_;
+  if (!slot->isListed || slot->share != Share::Passing || slot->isAhead) return;
+  delist(*slot);
+  enlist(slot);
+}
+
+// What was expected goes first from now on.
+void SlotQueue::expectNothing() {
+  ++epoch_;
+  for (const auto& slot : ahead_) slot->isAhead = false;
+  passing_.splice(passing_.begin(), ahead_);
+  idleBytes_ += std::exchange(aheadBytes_, 0);
+}
+
 void SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
   while (passingBytes() + bytes > ring && !passing_.empty()) retire(passing_.front(), retired);
+  while (passingBytes() + bytes > ring && !ahead_.empty()) {
+    retire(
+        *std::max_element(ahead_.begin(), ahead_.end(), [](const auto& a, const auto& b) { return a->expected < b->expected; }),
+        retired);
+  }
 }
 
 void SlotQueue::shrink(std::size_t budget, Slots& retired) {
@@ -110,9 +137,14 @@ void SlotQueue::validate() const {
     if (!holds) throw Error(std::string("offload: the queue of Slots is inconsistent: ") + what);
   };
   std::size_t idleBytes = 0;
-  for (const List* list : {&passing_, &staying_}) {
-    const Share share = list == &passing_ ? Share::Passing : Share::Staying;
+  std::size_t passingIdle = 0;
+  std::size_t ahead = 0;
+  for (const List* list : {&passing_, &ahead_, &staying_}) {
+    const Share share = list == &staying_ ? Share::Staying : Share::Passing;
     for (const auto& slot : *list) {
+      if (list == &passing_) passingIdle += slot->buffer.bytes;
+      if (list == &ahead_) ahead += slot->buffer.bytes;
+      require(slot->isAhead == (list == &ahead_), "a Slot is not where it is expected");
       require(slot->isListed && slot->pins == 0, "a Slot in it is pinned");
       require(slot->share == share, "a Slot is on another account than its list");
       require(slot->state == SlotState::Clean && slot->buffer.data != nullptr, "a Slot in it holds nothing");
@@ -126,6 +158,7 @@ void SlotQueue::validate() const {
     dirtyBytes += slot->buffer.bytes;
     if (slot->pins == 0) idleBytes += slot->buffer.bytes;
   }
+  require(passingIdle == idleBytes_ && ahead == aheadBytes_, "bytes that nothing pins are miscounted");
   require(dirtyBytes == stats.dirtyBytes, "Dirty bytes are miscounted");
   require(idleBytes + stats.pinnedBytes == stats.slotBytes, "bytes are miscounted");
   require(budgetedBytes() <= stats.slotBytes, "the budget is charged with more than there is");

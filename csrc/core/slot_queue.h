@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <utility>
 
 namespace offload {
 
@@ -14,6 +15,8 @@ struct ResidencyStats {
   std::uint64_t fetches = 0;
   std::uint64_t hits = 0;
   std::uint64_t evictions = 0;
+  std::uint64_t prefetches = 0; // copies that were made ahead of a fetch
+  std::uint64_t prefetchesWasted = 0; // and given up before one
   std::size_t slotBytes = 0; // device bytes of Slots now
   std::size_t slotBytesPeak = 0;
   std::size_t pinnedBytes = 0; // of these, bytes that a Pin holds
@@ -22,7 +25,7 @@ struct ResidencyStats {
 };
 
 /// Slots that nothing pins are listed by their share, and Dirty ones also where something does; the one that has been there longest
-/// is in front. Guarded by Residency. What is retired leaves its Block and is charged no more; its memory is the caller's to
+/// is in front. What is passing and expected to be fetched soon is listed apart, and goes after the rest. Guarded by Residency. What is retired leaves its Block and is charged no more; its memory is the caller's to
 /// release, outside the lock.
 class SlotQueue {
  public:
@@ -32,6 +35,18 @@ class SlotQueue {
   /// Lets go of one Pin; a Slot without any is listed if it is worth finding again, or else is retired.
   void unpin(const std::shared_ptr<Slot>& slot, bool keep, Slots& retired);
   void retire(std::shared_ptr<Slot> slot, Slots& retired);
+  /// Notes how many fetches there have been.
+  void advance(std::uint64_t fetches) noexcept {
+    now_ = fetches;
+  }
+  /// The fetch of this number will want the Slot.
+  void expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch);
+  /// Nothing that was expected is so any more.
+  void expectNothing();
+  /// Whether something has been retired that is expected, since this was asked last.
+  bool wasInterrupted() noexcept {
+    return std::exchange(interrupted_, false);
+  }
   /// Charges another account.
   void move(const std::shared_ptr<Slot>& slot, Share share);
 
@@ -50,6 +65,14 @@ class SlotQueue {
   std::size_t budgetedBytes() const noexcept {
     return stats.stayingBytes + stats.dirtyBytes;
   }
+  /// Bytes that wait for the fetch that is expected.
+  std::size_t aheadBytes() const noexcept {
+    return aheadBytes_;
+  }
+  /// Bytes of the ring that may not go: what is pinned or expected.
+  std::size_t keptBytes() const noexcept {
+    return passingBytes() - idleBytes_;
+  }
   /// Throws Error with what is broken.
   void validate() const;
 
@@ -65,9 +88,19 @@ class SlotQueue {
   void charge(Slot& slot, Share share);
   void discharge(Slot& slot);
 
+  bool isExpected(const Slot& slot) const noexcept {
+    return slot.epoch == epoch_ && slot.expected > now_;
+  }
+
   List passing_;
+  List ahead_;
   List staying_;
   List dirty_;
+  std::size_t idleBytes_ = 0; // of passing_
+  std::size_t aheadBytes_ = 0;
+  std::uint64_t now_ = 0;
+  std::uint64_t epoch_ = 1;
+  bool interrupted_ = false;
 };
 
 } // namespace offload

@@ -21,7 +21,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     dev.queue.add(slot, Share::Passing);
   }
   release(retired);
-  const Pin pinned(*this, slot, slot->data, producer); // gives the memory up if anything throws
+  const Pin pinned(*this, slot, slot->data, {producer}); // gives the memory up if anything throws
   refuseCapture(producer, "keep a result");
   settle();
   look(dev);

@@ -22,9 +22,19 @@ struct Range {
   std::size_t bytes;
 };
 
+enum class Kind {
+  Any, // fetches in no order
+  Failing, // the same over a link that fails now and then
+  Ordered, // most fetches come in an order that repeats, with exceptions, as a training step's do; every other link fails
+};
+
 class Program {
  public:
-  Program(std::uint64_t seed, bool faulty) : random_(seed), faulty_(faulty), rig_(options(seed)) {
+  Program(std::uint64_t seed, Kind kind)
+      : random_(seed),
+        faulty_(kind == Kind::Failing || (kind == Kind::Ordered && seed % 2 == 1)),
+        ordered_(kind == Kind::Ordered),
+        rig_(options(seed)) {
     for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
       streams_.push_back({device, nullptr});
       streams_.push_back(rig_.sim.createStream(device));
@@ -128,6 +138,9 @@ class Program {
   void act() {
     if (models_.empty() || (models_.size() < kMostBlocks && random_.oneIn(8))) {
       return addBlock();
+    }
+    if (ordered_ && !random_.oneIn(3)) {
+      return fetchNext();
     }
     switch (random_.below(32)) {
       case 0 ... 7:
@@ -243,11 +256,23 @@ class Program {
 
   void fetch() {
     Model& from = model();
+    const Range part = range(from);
+    fetch(from, part, stream());
+  }
+
+  /// Forward through all Blocks and back again; now and then one is left out.
+  void fetchNext() {
+    const std::size_t count = models_.size();
+    turn_ += random_.oneIn(8) ? 2 : 1;
+    const std::size_t at = turn_ % (2 * count);
+    Model& from = models_[at < count ? at : 2 * count - 1 - at];
+    fetch(from, {0, from.bytes.size()}, streams_.front());
+  }
+
+  void fetch(Model& from, Range part, Stream on) {
     if (from.beingWritten()) {
       return;
     }
-    const Range part = range(from);
-    const Stream on = stream();
     const std::uint64_t hits = rig_.cache.stats(on.device).hits;
     Pin pin = rig_.cache.fetch(*from.block, {part.begin, part.begin + part.bytes}, on);
     const auto host = reinterpret_cast<std::uintptr_t>(from.block->data) + part.begin;
@@ -439,6 +464,7 @@ class Program {
     }
     check(rig_.owned == 0, "a result's memory was not released");
     check(rig_.arena.stats().allocated == 0, "host memory is left when everything has been let go");
+    rig_.arena.trim(); // asks tokens, and so records those that the Link had refused to
     rig_.sim.drain();
     rig_.arena.trim();
     check(rig_.arena.stats().reserved == 0, "regions are left when everything is done");
@@ -447,6 +473,8 @@ class Program {
 
   SimRandom random_;
   const bool faulty_;
+  const bool ordered_;
+  std::size_t turn_ = 0;
   std::string wrong_;
   Rig rig_;
   std::vector<Stream> streams_; // three of each device, the first its null stream

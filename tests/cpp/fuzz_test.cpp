@@ -18,16 +18,16 @@ constexpr std::uint64_t kDefaultSeeds = 10'000;
 /// Programs that once found a mistake.
 struct Regression {
   std::uint64_t seed;
-  bool faulty;
+  Kind kind;
 };
 constexpr Regression kRegressionSeeds[] = {
-    {379, false}, // accesses to simulated device memory were remembered when the heap had handed it out as host memory
-    {0, true}, // memory that could not be adopted was lost
-    {2, true}, // a store that failed left its copy reading what the caller then freed
-    {4, true}, // an unpin that failed kept its Slot for good
-    {6, true}, // a copy whose event was refused had no token
-    {7, true}, // a Slot that was never listed outlived its Block, and pointed to it
-    {28, true}, // the host allocator lost what was pending when a token threw
+    {379, Kind::Any}, // accesses to simulated device memory were remembered when the heap had handed it out as host memory
+    {0, Kind::Failing}, // memory that could not be adopted was lost
+    {2, Kind::Failing}, // a store that failed left its copy reading what the caller then freed
+    {4, Kind::Failing}, // an unpin that failed kept its Slot for good
+    {6, Kind::Failing}, // a copy whose event was refused had no token
+    {7, Kind::Failing}, // a Slot that was never listed outlived its Block, and pointed to it
+    {28, Kind::Failing}, // the host allocator lost what was pending when a token threw
 };
 
 std::uint64_t environmentNumber(const char* name, std::uint64_t otherwise) {
@@ -35,39 +35,53 @@ std::uint64_t environmentNumber(const char* name, std::uint64_t otherwise) {
   return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
 }
 
-bool runs(std::uint64_t seed, bool faulty) {
-  const char* const kind = faulty ? "AFailingLinkLosesNothing" : "BytesAndOrder";
+const char* nameOf(Kind kind) {
+  switch (kind) {
+    case Kind::Any:
+      return "BytesAndOrder";
+    case Kind::Failing:
+      return "AFailingLinkLosesNothing";
+    default:
+      return "OrdersThatRepeat";
+  }
+}
+
+bool runs(std::uint64_t seed, Kind kind) {
   try {
-    Program(seed, faulty).run();
+    Program(seed, kind).run();
     return true;
   } catch (const std::exception& error) {
     ADD_FAILURE() << "seed " << seed << ": " << error.what() << "\n  OFFLOAD_FUZZ_FIRST=" << seed
-                  << " OFFLOAD_FUZZ_SEEDS=1 build/core/offload_core_tests --gtest_filter=Fuzz." << kind;
+                  << " OFFLOAD_FUZZ_SEEDS=1 build/core/offload_core_tests --gtest_filter=Fuzz." << nameOf(kind);
     return false;
   }
 }
 
-void runSeeds(bool faulty) {
+void runSeeds(Kind kind) {
   const std::uint64_t first = environmentNumber("OFFLOAD_FUZZ_FIRST", 0);
   const std::uint64_t count = environmentNumber("OFFLOAD_FUZZ_SEEDS", kDefaultSeeds);
   int failed = 0;
   for (std::uint64_t seed = first; seed < first + count && failed < 5; ++seed) {
-    failed += !runs(seed, faulty);
+    failed += !runs(seed, kind);
   }
 }
 
 TEST(Fuzz, Regressions) {
-  for (const auto& [seed, faulty] : kRegressionSeeds) {
-    runs(seed, faulty);
+  for (const auto& [seed, kind] : kRegressionSeeds) {
+    runs(seed, kind);
   }
 }
 
 TEST(Fuzz, BytesAndOrder) {
-  runSeeds(false);
+  runSeeds(Kind::Any);
 }
 
 TEST(Fuzz, AFailingLinkLosesNothing) {
-  runSeeds(true);
+  runSeeds(Kind::Failing);
+}
+
+TEST(Fuzz, OrdersThatRepeat) {
+  runSeeds(Kind::Ordered);
 }
 
 } // namespace

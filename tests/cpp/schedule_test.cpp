@@ -75,8 +75,7 @@ TEST_F(ScheduleTest, HalfOfACycleIsEveryOtherLayer) {
 
 TEST_F(ScheduleTest, TheSetIsFixedAndSpreadAndWithinTheBudget) {
   for (std::size_t share = 1; share < 10; ++share) {
-    Schedule fresh;
-    schedule = fresh;
+    schedule = Schedule();
     const auto layers = newBlocks(50, 2 * kMiB);
     budget = share * 10 * kMiB;
     fetch(layers);

@@ -1,0 +1,82 @@
+#include "core/forecast.h"
+
+#include "core/block.h"
+
+#include <algorithm>
+
+namespace offload {
+namespace {
+
+constexpr std::size_t kMostKept = std::size_t{1} << 16;
+constexpr int kMostCandidates = 8;
+constexpr std::uint64_t kMostCompared = 16;
+
+} // namespace
+
+void Forecast::follow(Block& block, Extent extent) {
+  if (history_.size() >= kMostKept) dropOldHalf();
+  Entry& entry = entryOf(block, extent);
+  const bool foretold = followed_ != kNowhere && holds(followed_ + 1) && at(followed_ + 1).entry == &entry;
+  const std::uint64_t index = count();
+  history_.push_back({&entry, entry.last, entry.last != kNowhere && entry.version != block.version});
+  entry.last = index;
+  entry.version = block.version;
+  block.scheduled = true;
+  followed_ = foretold ? followed_ + 1 : resume(index);
+  run_ = foretold ? run_ + 1 : 0;
+}
+
+Forecast::Expected Forecast::expected(std::uint64_t distance) const {
+  if (followed_ == kNowhere || !holds(followed_ + distance)) return {};
+  const Occurrence& occurrence = at(followed_ + distance);
+  if (occurrence.entry == nullptr) return {};
+  const Entry& entry = *occurrence.entry;
+  return {entry.block, entry.extent, occurrence.written && entry.version == entry.block->version};
+}
+
+Forecast::Entry& Forecast::entryOf(Block& block, Extent extent) {
+  return entries_[&block].try_emplace(extent, Entry{&block, extent}).first->second;
+}
+
+// An earlier occurrence of what has just been fetched, with the longest past in common; the latest of several.
+std::uint64_t Forecast::resume(std::uint64_t index) const {
+  std::uint64_t best = kNowhere;
+  std::uint64_t longest = 0;
+  std::uint64_t candidate = at(index).before;
+  for (int count = 0; count < kMostCandidates && candidate != kNowhere && holds(candidate); ++count) {
+    std::uint64_t common = 1;
+    while (common < kMostCompared && candidate >= base_ + common && at(candidate - common).entry == at(index - common).entry) {
+      ++common;
+    }
+    if (common > longest) {
+      longest = common;
+      best = candidate;
+    }
+    candidate = at(candidate).before;
+  }
+  return best;
+}
+
+void Forecast::dropOldHalf() {
+  const std::size_t half = history_.size() / 2;
+  history_.erase(history_.begin(), history_.begin() + static_cast<std::ptrdiff_t>(half));
+  base_ += half;
+  if (followed_ != kNowhere && followed_ < base_) followed_ = kNowhere;
+  for (auto& [block, entries] : entries_) {
+    std::erase_if(entries, [this](const auto& item) { return item.second.last < base_; });
+  }
+  std::erase_if(entries_, [](const auto& item) { return item.second.empty(); });
+}
+
+void Forecast::forget(const Block& block) noexcept {
+  const auto found = entries_.find(&block);
+  if (found == entries_.end()) return;
+  for (const auto& [extent, entry] : found->second) {
+    for (std::uint64_t index = entry.last; index != kNowhere && holds(index); index = at(index).before) {
+      history_[index - base_].entry = nullptr;
+    }
+  }
+  entries_.erase(found);
+}
+
+} // namespace offload

@@ -1,0 +1,85 @@
+// Which fetch comes next, told from those that came before.
+//
+// Note [Forecast]
+// A program asks for its weights as it did the step before, but the same weight has different successors on the way forward and on
+// the way back. So the history of fetches is kept, and a place in it that is *followed*: where the present has been before. Each
+// fetch that is what comes after that place moves it on. One that is not looks for a new place: of the latest occurrences of
+// the same extent the one with the longest common past. A layer that is skipped, or that comes twice, so loses the thread for one fetch.
+//
+// What the host writes between two fetches, as an optimizer does, must not be copied before that has happened: a fetch that found
+// a newer version than the one before it is expected to do so again.
+#pragma once
+
+#include "core/extent.h"
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace offload {
+
+struct Block;
+
+/// Of one device; guarded by Residency.
+class Forecast {
+ public:
+  struct Expected {
+    Block* block;
+    Extent extent;
+    bool writtenFirst; // will be written before it is fetched, and has not been yet
+  };
+
+  /// Notes a fetch.
+  void follow(Block& block, Extent extent);
+  /// The fetch that comes `distance` after the last one, from 1 on; its block is null where that can't be told.
+  Expected expected(std::uint64_t distance) const;
+  /// How many fetches have been noted.
+  std::uint64_t count() const noexcept {
+    return base_ + history_.size();
+  }
+  /// How many of the last fetches were foretold, without an exception.
+  std::uint64_t run() const noexcept {
+    return run_;
+  }
+
+  void forget(const Block& block) noexcept;
+
+ private:
+  static constexpr std::uint64_t kNowhere = UINT64_MAX;
+
+  struct Entry {
+    Block* block;
+    Extent extent;
+    std::uint64_t last = kNowhere; // its latest occurrence
+    std::uint64_t version = 0; // of the Block then
+  };
+  struct Occurrence {
+    Entry* entry; // null once the Block is gone
+    std::uint64_t before; // the occurrence of the same entry before this one
+    bool written; // the Block was, between the two
+  };
+
+  Entry& entryOf(Block& block, Extent extent);
+  bool holds(std::uint64_t index) const noexcept {
+    return index >= base_ && index < count();
+  }
+  const Occurrence& at(std::uint64_t index) const {
+    return history_[index - base_];
+  }
+  std::uint64_t resume(std::uint64_t index) const;
+  void dropOldHalf();
+
+  struct ExtentHash {
+    std::size_t operator()(const Extent& extent) const noexcept {
+      return extent.begin * 0x9E3779B97F4A7C15U ^ extent.end;
+    }
+  };
+
+  std::unordered_map<const Block*, std::unordered_map<Extent, Entry, ExtentHash>> entries_;
+  std::vector<Occurrence> history_;
+  std::uint64_t base_ = 0; // number of the first occurrence that is still kept
+  std::uint64_t followed_ = kNowhere;
+  std::uint64_t run_ = 0;
+};
+
+} // namespace offload

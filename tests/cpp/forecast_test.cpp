@@ -1,0 +1,145 @@
+// What comes next, told from what came before.
+#include "core/forecast.h"
+
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <map>
+#include <string>
+
+#include "core/block.h"
+
+namespace offload {
+namespace {
+
+/// A letter is a Block; a program is a string of fetches.
+class ForecastTest : public ::testing::Test {
+ protected:
+  Block& block(char name) {
+    const auto found = blocks_.find(name);
+    if (found != blocks_.end()) return *found->second;
+    all_.emplace_back(nullptr, std::size_t{4096}, BlockKind::Pinned, Born::Host, 0);
+    return *(blocks_[name] = &all_.back());
+  }
+  void fetch(const std::string& order) {
+    for (const char name : order) forecast.follow(block(name), {0, 4096});
+  }
+  void write(const std::string& names) {
+    for (const char name : names) ++block(name).version;
+  }
+  /// The next `count` fetches: small letters will be written first, `.` is unknown.
+  std::string next(std::uint64_t count) {
+    std::string out;
+    for (std::uint64_t distance = 1; distance <= count; ++distance) {
+      const auto expected = forecast.expected(distance);
+      char name = '.';
+      for (const auto& [known, at] : blocks_) {
+        if (at == expected.block) name = known;
+      }
+      out += expected.writtenFirst ? static_cast<char>(name - 'A' + 'a') : name;
+    }
+    return out;
+  }
+  void forget(char name) {
+    forecast.forget(block(name));
+    blocks_.erase(name);
+  }
+
+  Forecast forecast;
+
+ private:
+  std::deque<Block> all_;
+  std::map<char, Block*> blocks_;
+};
+
+TEST_F(ForecastTest, KnowsNothingOfAnOrderThatIsNew) {
+  EXPECT_EQ(next(2), "..");
+  fetch("ABCDE");
+  EXPECT_EQ(next(2), "..");
+  EXPECT_EQ(forecast.run(), 0U);
+}
+
+TEST_F(ForecastTest, FollowsACycle) {
+  fetch("ABCDEA");
+  EXPECT_EQ(next(6), "BCDEA.") << "as far as it has seen";
+  fetch("BCDEABC");
+  EXPECT_EQ(next(7), "DEABC..");
+  EXPECT_EQ(forecast.run(), 7U);
+}
+
+TEST_F(ForecastTest, TellsTheWayBackFromTheWayForward) {
+  fetch("ABCDDCBAABCDDCBAAB");
+  EXPECT_EQ(next(7), "CDDCBAA");
+  fetch("CDDC");
+  EXPECT_EQ(next(4), "BAAB");
+  fetch("BA");
+  EXPECT_EQ(next(3), "ABC");
+}
+
+TEST_F(ForecastTest, ALayerThatIsLeftOutOrComesTwiceCostsOneGuess) {
+  fetch("ABCDEFABCDEFAB");
+  EXPECT_EQ(next(2), "CD");
+  fetch("D");
+  EXPECT_EQ(forecast.run(), 0U);
+  EXPECT_EQ(next(2), "EF");
+  fetch("EF");
+  EXPECT_EQ(forecast.run(), 2U);
+  fetch("ABB");
+  EXPECT_EQ(forecast.run(), 0U);
+}
+
+TEST_F(ForecastTest, LearnsANewOrder) {
+  fetch("ABCDABCDAB");
+  fetch("DCBADCBAD");
+  EXPECT_EQ(next(4), "CBAD");
+}
+
+TEST_F(ForecastTest, ExtentsOfOneBlockAreSeveral) {
+  Block& table = block('T');
+  for (int step = 0; step < 2; ++step) {
+    for (const std::size_t row : {0U, 2U, 1U}) forecast.follow(table, {row * 512, row * 512 + 512});
+  }
+  EXPECT_EQ(forecast.run(), 2U);
+  EXPECT_EQ(forecast.expected(1).extent, (Extent{0, 512}));
+  EXPECT_EQ(forecast.expected(2).extent, (Extent{1024, 1536}));
+}
+
+TEST_F(ForecastTest, WhatTheHostWritesEveryTimeIsNotThereBeforeItHas) {
+  fetch("ABC");
+  for (int step = 0; step < 2; ++step) {
+    write("AC");
+    fetch("ABC");
+  }
+  EXPECT_EQ(next(3), "aBc");
+  write("A");
+  EXPECT_EQ(next(3), "ABc");
+  write("C");
+  EXPECT_EQ(next(3), "ABC");
+  fetch("A");
+  EXPECT_EQ(next(3), "BCa");
+  fetch("BC");
+  fetch("ABC");
+  EXPECT_EQ(next(3), "ABC") << "it was not written this time";
+}
+
+TEST_F(ForecastTest, WhatIsForgottenIsUnknown) {
+  fetch("ABCDABCD");
+  forget('B');
+  EXPECT_EQ(next(4), "A.CD");
+  forget('A');
+  forget('C');
+  forget('D');
+  EXPECT_EQ(next(4), "....");
+  fetch("EFGEFG");
+  EXPECT_EQ(next(3), "EFG");
+}
+
+TEST_F(ForecastTest, ALongHistoryIsForgottenInTime) {
+  for (int step = 0; step < 40'000; ++step) fetch("ABCDE");
+  EXPECT_EQ(forecast.count(), 200'000U);
+  EXPECT_EQ(next(5), "ABCDE");
+  EXPECT_EQ(forecast.run(), 199'994U);
+}
+
+} // namespace
+} // namespace offload

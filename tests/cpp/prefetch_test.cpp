@@ -1,0 +1,234 @@
+// Copies ahead of the fetches that the Schedule expects: that they come, that they are right, and what a wrong guess costs.
+#include "core_rig.h"
+
+namespace offload {
+namespace {
+
+using namespace core_test;
+
+constexpr std::size_t kBytes = 4096;
+
+class Prefetch : public ::testing::Test {
+ protected:
+  void make(std::size_t layers, std::size_t slots, std::uint64_t seed = 0, std::size_t budget = 0) {
+    layers_.clear();
+    CoreOptions options;
+    options.sim.seed = seed;
+    options.cache.ringBytes = slots * kBytes;
+    options.cache.budgetBytes = budget;
+    rig_ = std::make_unique<Rig>(options);
+    stream_ = rig_->sim.createStream(0);
+    for (std::size_t k = 0; k < layers; ++k) layers_.push_back(rig_->newBlock(pattern(k, kBytes)));
+    tags_.assign(layers, 0);
+    for (std::size_t k = 0; k < layers; ++k) tags_[k] = k;
+  }
+  ~Prefetch() override {
+    layers_.clear();
+  }
+  /// Fetches a layer and lets a kernel check its bytes.
+  void use(std::size_t k) {
+    const Pin pin = rig_->cache.fetch(*layers_.at(k), {0, kBytes}, stream_);
+    const void* const data = pin.data();
+    rig_->sim.launch(
+        stream_, [this, data, tag = tags_[k]] { wrong_ += std::memcmp(data, pattern(tag, kBytes).data(), kBytes) != 0; },
+        {{data, kBytes}}, {});
+    rig_->cache.validate(*layers_[k]);
+  }
+  void forward() {
+    for (std::size_t k = 0; k < layers_.size(); ++k) use(k);
+  }
+  void backward() {
+    for (std::size_t k = layers_.size(); k-- > 0;) use(k);
+  }
+  void write(std::size_t k) {
+    tags_[k] = 1000 + ++writes_;
+    rig_->write(*layers_[k], pattern(tags_[k], kBytes));
+  }
+  std::uint64_t copies() const {
+    return rig_->cache.transferStats(0).copiesToDevice;
+  }
+  ResidencyStats stats() const {
+    return rig_->cache.stats(0);
+  }
+  void checkValues() {
+    rig_->sim.drain();
+    EXPECT_EQ(wrong_, 0);
+  }
+
+  std::unique_ptr<Rig> rig_;
+  Stream stream_;
+  std::vector<Rig::BlockPtr> layers_;
+  std::vector<std::uint64_t> tags_;
+  std::uint64_t writes_ = 0;
+  int wrong_ = 0;
+};
+
+TEST_F(Prefetch, EveryFetchOfAKnownOrderFindsItsBytes) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    make(10, 4, seed);
+    forward();
+    forward();
+    const std::uint64_t hits = stats().hits;
+    const std::uint64_t before = copies();
+    for (int step = 0; step < 3; ++step) forward();
+    EXPECT_EQ(stats().hits, hits + 30);
+    EXPECT_EQ(copies(), before + 30) << "and nothing is copied for nothing";
+    EXPECT_EQ(stats().prefetchesWasted, 0U);
+    checkValues();
+    ASSERT_FALSE(HasFailure()) << "seed " << seed;
+  }
+}
+
+TEST_F(Prefetch, CopiesRunWhileTheHostWaits) {
+  make(10, 4);
+  forward();
+  forward();
+  rig_->sim.drain(); // as a host does that reads a result
+  const std::uint64_t hits = stats().hits;
+  for (std::size_t k = 0; k < 4; ++k) use(k);
+  EXPECT_EQ(stats().hits, hits + 4);
+  checkValues();
+}
+
+TEST_F(Prefetch, TheRingIsNotExceeded) {
+  make(10, 4);
+  for (int step = 0; step < 4; ++step) {
+    forward();
+    backward();
+  }
+  EXPECT_LE(stats().slotBytesPeak, 4 * kBytes);
+  checkValues();
+}
+
+TEST_F(Prefetch, WhatIsWantedAtATurningPointIsStillThere) {
+  make(10, 4);
+  for (int step = 0; step < 3; ++step) {
+    forward();
+    backward();
+  }
+  const std::uint64_t before = copies();
+  forward();
+  backward();
+  EXPECT_LE(copies() - before, 20U - 6U) << "three of each turn are found";
+  EXPECT_EQ(stats().prefetchesWasted, 0U);
+  checkValues();
+}
+
+TEST_F(Prefetch, WeightsThatAStepWritesAreNotCopiedBeforeIt) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    make(8, 4, seed);
+    for (int step = 0; step < 6; ++step) {
+      forward();
+      backward();
+      for (std::size_t k = 0; k < layers_.size(); k += 2) write(k);
+    }
+    const std::uint64_t wasted = stats().prefetchesWasted;
+    for (int step = 0; step < 4; ++step) {
+      forward();
+      backward();
+      for (std::size_t k = 0; k < layers_.size(); k += 2) write(k);
+    }
+    EXPECT_EQ(stats().prefetchesWasted, wasted);
+    checkValues();
+    ASSERT_FALSE(HasFailure()) << "seed " << seed;
+  }
+}
+
+TEST_F(Prefetch, ALayerThatIsLeftOutCostsOneCopy) {
+  make(10, 4);
+  for (int step = 0; step < 3; ++step) forward();
+  const std::uint64_t before = copies();
+  for (std::size_t k = 0; k < layers_.size(); ++k) {
+    if (k != 5) use(k);
+  }
+  forward();
+  EXPECT_LE(copies() - before, 21U);
+  EXPECT_LE(stats().prefetchesWasted, 2U) << "the second time it was not expected";
+  checkValues();
+}
+
+TEST_F(Prefetch, AnotherOrderCostsNoMoreThanTheRingAndIsLearned) {
+  make(10, 4);
+  for (int step = 0; step < 3; ++step) forward();
+  const std::uint64_t before = copies();
+  for (int step = 0; step < 4; ++step) {
+    for (const std::size_t k : {3U, 1U, 4U, 9U, 5U, 2U, 6U, 8U, 7U, 0U}) use(k);
+  }
+  EXPECT_LE(copies() - before, 40U + 8U);
+  const std::uint64_t hits = stats().hits;
+  for (const std::size_t k : {3U, 1U, 4U, 9U, 5U, 2U, 6U, 8U, 7U, 0U}) use(k);
+  EXPECT_EQ(stats().hits, hits + 10);
+  checkValues();
+}
+
+TEST_F(Prefetch, AnOrderThatCanNotBeToldIsStreamed) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    make(12, 3, seed);
+    SimRandom random(seed);
+    for (int k = 0; k < 600; ++k) use(random.below(12));
+    EXPECT_LE(stats().prefetchesWasted, 600U / 20) << "seed " << seed;
+    checkValues();
+  }
+}
+
+TEST_F(Prefetch, WhatStaysIsFetchedAheadToo) {
+  make(10, 4, 0, 10 * kBytes);
+  forward();
+  forward();
+  for (std::size_t k = 0; k < layers_.size(); ++k) write(k);
+  forward(); // which learns that the host writes
+  for (std::size_t k = 0; k < layers_.size(); ++k) write(k);
+  const std::uint64_t hits = stats().hits;
+  forward();
+  EXPECT_GE(stats().hits, hits + 8) << "all but the first, and the one that tells that it goes on";
+  EXPECT_EQ(stats().stayingBytes, 10 * kBytes);
+  checkValues();
+}
+
+TEST_F(Prefetch, ABlockMayGoWhileItIsExpected) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    make(8, 4, seed);
+    forward();
+    forward();
+    layers_.erase(layers_.begin() + 1);
+    tags_.erase(tags_.begin() + 1);
+    forward();
+    forward();
+    layers_.clear();
+    checkValues();
+    ASSERT_FALSE(HasFailure()) << "seed " << seed;
+  }
+}
+
+TEST_F(Prefetch, ALeaseThatIsHeldKeepsItsBytesFromBeingCopied) {
+  make(8, 4);
+  forward();
+  forward();
+  use(0);
+  const std::uint64_t before = copies();
+  HostLease lease = rig_->cache.lease(*layers_[5], Access::Write);
+  for (std::size_t k = 1; k < 5; ++k) use(k);
+  EXPECT_LE(copies() - before, 4U);
+  for (const auto& layer : layers_) rig_->cache.validate(*layer);
+  lease = {};
+  use(5);
+  checkValues();
+}
+
+TEST_F(Prefetch, CanBeTurnedOff) {
+  CoreOptions options;
+  options.cache.ringBytes = 4 * kBytes;
+  options.cache.prefetch = false;
+  Rig rig(options);
+  std::vector<Rig::BlockPtr> layers;
+  for (std::size_t k = 0; k < 8; ++k) layers.push_back(rig.newBlock(pattern(k, kBytes)));
+  for (int step = 0; step < 3; ++step) {
+    for (const auto& layer : layers) rig.cache.fetch(*layer, {0, kBytes}, {});
+  }
+  EXPECT_EQ(rig.cache.stats(0).hits, 0U);
+  EXPECT_EQ(rig.cache.stats(0).prefetches, 0U);
+  layers.clear();
+}
+
+} // namespace
+} // namespace offload
