@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "core/host_wait.h"
+#include "core/shared_memory.h"
 
 #include <algorithm>
 #include <utility>
@@ -16,7 +17,8 @@ void requireWithin(const Block& block, Extent extent) {
 }
 
 HostMemory memoryOf(const Block& block) {
-  return block.kind == BlockKind::Pinned ? HostMemory::Pinned : HostMemory::Pageable;
+  const bool pinned = block.kind == BlockKind::Pinned || (block.shared && block.shared->pinned);
+  return pinned ? HostMemory::Pinned : HostMemory::Pageable;
 }
 
 Residency::Residency(Link& link, ResidencyOptions options)
@@ -47,9 +49,11 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   requireWithin(block, extent);
   Device& dev = device(stream.device);
   look(dev);
+  Slots retired;
   Lock lock(mutex_);
   ++dev.queue.stats.fetches;
   if (dev.schedule.record(block, extent)) endPass(dev);
+  noticeOthers(block, retired);
   auto slot = awaitNewest(lock, block, extent, stream.device);
   if (slot) {
     ++dev.queue.stats.hits;
@@ -57,6 +61,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     const Token ready = slot->ready;
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
     lock.unlock();
+    release(retired);
     Pin pinned(*this, std::move(slot), data, stream);
     if (!ready.done()) ready.orderBefore(stream); // once it is known to be done, neither call reaches the driver
     return pinned;
@@ -68,7 +73,6 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   slot->device = stream.device;
   slot->version = block.version;
   slot->buffer.bytes = extent.bytes() + shift;
-  Slots retired;
   const std::size_t bytes = slot->buffer.bytes;
   const bool room = dev.queue.budgetedBytes() + bytes <= dev.budget;
   const bool stays = room && dev.schedule.keeps(block, extent, room);
@@ -140,7 +144,7 @@ HostLease Residency::lease(Block& block, Access access) {
     if (access == Access::Write) block.readers.appendTo(inTheWay);
     ++block.leases;
   }
-  HostLease lease(*this, block, access);
+  HostLease lease(this, block, access);
   for (const Token& token : inTheWay) token.wait();
   {
     Lock lock(mutex_);
@@ -163,6 +167,7 @@ void Residency::markWritten(Block& block) {
     Lock lock(mutex_);
     block.hostVersion = ++block.version;
     retireStale(block, retired);
+    tellOthers(block, retired);
   }
   release(retired);
 }
@@ -394,6 +399,8 @@ void Residency::validate(const Block& block) const {
     require(slot->pins > 0 || slot->isListed, "an unpinned Slot is not in the queue");
     require(slot->pins > 0 || slot->version == block.version, "a stale Slot is kept");
   }
+  require(!block.shared || block.hostVersion == block.version, "bytes of a shared Block are on a device alone");
+  require(!block.shared || block.seenVersion <= block.shared->version(), "a shared Block has seen what is still to come");
   require((block.hostVersion < block.version) == (dirtyOf(block) != nullptr), "the newest bytes are nowhere, or in two places");
   for (const auto& dev : devices_) dev->queue.validate();
 }
