@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "core/host_region.h"
+#include "core/memory_limits.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -41,21 +42,24 @@ struct SharedMemory::Header {
 
 std::unique_ptr<SharedMemory> SharedMemory::create(std::size_t bytes, Born born) {
   const std::size_t whole = wholePages(sizeof(Header)) + wholePages(bytes);
-  auto refuse = [&]() -> OutOfMemory {
+  auto refuse = [&](const std::string& why) -> OutOfMemory {
     return {
         OutOfMemory::Where::Host, bytes,
-        "offload: the system refused " + std::to_string(bytes) + " bytes of memory to share between processes (" + reason() +
+        "offload: there are no " + std::to_string(bytes) + " bytes of memory to share between processes (" + why +
             "): free tensors, or use a machine with more memory."};
   };
+  // The kernel would not refuse: it would take memory until it has to kill somebody.
+  const std::size_t available = readMemoryLimits().available;
+  if (whole < bytes || whole > available) throw refuse(std::to_string(available) + " are available");
   const int descriptor = memfd_create("torch_offload", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor < 0 && (errno == EMFILE || errno == ENFILE)) {
     throw Error(
-        "offload: sharing " + std::to_string(bytes) + " bytes needs a file descriptor, and this process has no more (" + reason() +
-        "): each shared storage has one; raise the limit with \"ulimit -n\".");
+        "offload: sharing " + std::to_string(bytes) + " bytes needs a file descriptor, and this process has no more (" +
+        reason() + "): each shared storage has one; raise the limit with \"ulimit -n\".");
   }
-  if (descriptor < 0) throw refuse();
+  if (descriptor < 0) throw refuse(reason());
   std::unique_ptr<SharedMemory> memory(new SharedMemory(descriptor));
-  if (whole < bytes || !reserve(descriptor, whole) || !memory->map(whole)) throw refuse();
+  if (!reserve(descriptor, whole) || !memory->map(whole)) throw refuse(reason());
   // Nobody relies on the seals but who would meet a bus error without them.
   (void)fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   auto* const header = new (memory->mapped_) Header;
@@ -67,7 +71,8 @@ std::unique_ptr<SharedMemory> SharedMemory::create(std::size_t bytes, Born born)
 std::unique_ptr<SharedMemory> SharedMemory::open(int descriptor) {
   std::unique_ptr<SharedMemory> memory(new SharedMemory(descriptor));
   auto refuse = [&](const std::string& why) {
-    return Error("offload: file descriptor " + std::to_string(descriptor) + " is no memory of a shared offload tensor: " + why + ".");
+    return Error(
+        "offload: file descriptor " + std::to_string(descriptor) + " is no memory of a shared offload tensor: " + why + ".");
   };
   struct stat status {};
   if (fstat(descriptor, &status) != 0) throw refuse(reason());

@@ -3,8 +3,8 @@
 // Note [Shared memory]
 // It is a memfd: a file that has no name, that every process reaches by a descriptor which another one has sent it, and that the
 // kernel frees when the last mapping and the last descriptor are gone, however their processes end. It is not limited by /dev/shm,
-// which is small in containers. All of its pages are reserved when it is made, and its size is sealed: no process meets a bus
-// error at an access because there is no memory, or because another one has cut it short.
+// which is small in containers. All of its pages are taken when it is made, and its size is sealed: no process meets a bus error at
+// an access because there is no memory, or because another one has cut it short.
 //
 // The first page is a header with what is common to all processes. Its version counts the writes of all of them. A process
 // counts up when the bytes of a write have landed in the memory, and reads the count before it copies out of it. So who finds the
