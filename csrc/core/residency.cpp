@@ -53,7 +53,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   Lock lock(mutex_);
   ++dev.queue.stats.fetches;
   if (dev.schedule.record(block, extent)) endPass(dev);
-  noticeOthers(block, retired);
+  noticeShared(block, retired);
   auto slot = awaitNewest(lock, block, extent, stream.device);
   if (slot) {
     ++dev.queue.stats.hits;
@@ -166,8 +166,8 @@ void Residency::markWritten(Block& block) {
   {
     Lock lock(mutex_);
     block.hostVersion = ++block.version;
+    if (block.shared) block.shared->bump();
     retireStale(block, retired);
-    tellOthers(block, retired);
   }
   release(retired);
 }

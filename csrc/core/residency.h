@@ -24,9 +24,10 @@
 //
 // Note [Blocks of several processes]
 // A Shared Block is never Dirty, and who writes to it waits until the bytes have landed and then counts up the version in the shared
-// header (shared_memory.h): when a call returns, another process may be told to read. Versions of Slots stay this process's own; a
-// count in the header that the Block has not seen makes a new one, once, at the next fetch. Writes of several processes at once
-// have no order; each is followed by a count, so whatever they leave in memory is what later fetches get.
+// header (shared_memory.h): when a call returns, another process may be told to read. Versions of Slots stay this process's own. A
+// fetch that finds another count in the header than the last one did makes a new version, as a write does. Its own writes count too:
+// the Slots that were made while one landed may lack what others wrote then. Writes of several processes at once have no order;
+// each is followed by a count, so whatever they leave in memory is what later fetches get.
 #pragma once
 
 #include "core/host_lease.h"
@@ -152,8 +153,7 @@ class Residency {
   std::size_t ring(std::size_t bytes) const;
   void retireStale(Block& block, Slots& retired);
   void writeThrough(Block& block, DeviceBuffer buffer, Stream producer);
-  void noticeOthers(Block& block, Slots& retired);
-  void tellOthers(Block& block, Slots& retired);
+  void noticeShared(Block& block, Slots& retired);
   void letGo(const std::shared_ptr<Slot>& slot, Slots& retired);
   void release(Slots& retired) noexcept;
   void settle() noexcept;

@@ -99,13 +99,7 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   release(retired);
   // After a failure the source may go as soon as the caller learns of it.
   if (awaited || failure) home.wait();
-  if (block.shared) {
-    {
-      Lock lock(mutex_);
-      tellOthers(block, retired);
-    }
-    release(retired);
-  }
+  if (block.shared) block.shared->bump();
   if (failure) std::rethrow_exception(failure);
 }
 
@@ -124,22 +118,14 @@ void Residency::writeThrough(Block& block, DeviceBuffer buffer, Stream producer)
   if (failure) std::rethrow_exception(failure);
 }
 
-// A write of another process is one more version here.
-void Residency::noticeOthers(Block& block, Slots& retired) {
+// What is counted in the shared header since the last look, by whichever process, is one more version here.
+void Residency::noticeShared(Block& block, Slots& retired) {
   if (!block.shared) return;
   const std::uint64_t now = block.shared->version();
   if (now == block.seenVersion) return;
   block.seenVersion = now;
   block.hostVersion = ++block.version;
   retireStale(block, retired);
-}
-
-// A write of ours has landed. The Slots that were made since it began may lack what others have written meanwhile.
-void Residency::tellOthers(Block& block, Slots& retired) {
-  if (!block.shared) return;
-  noticeOthers(block, retired);
-  // Where somebody came in between, the next fetch notices him.
-  if (block.shared->bump() == block.seenVersion) ++block.seenVersion;
 }
 
 // Enqueues the copy of a Dirty Slot's bytes to the host. Lets go of the mutex meanwhile; the Block can't go, since whoever destroys

@@ -202,6 +202,42 @@ TEST_P(SharedBlock, ProcessesThatTakeTurnsSeeTheNewestBytes) {
   }
 }
 
+/// Does something in the middle of a wait.
+class MeanwhileLink : public FaultLink {
+ public:
+  using FaultLink::FaultLink;
+  void synchronize(Event event) override {
+    if (const auto now = std::exchange(meanwhile, {})) {
+      now();
+    }
+    FaultLink::synchronize(event);
+  }
+  std::function<void()> meanwhile;
+};
+
+// A write that another process finishes while one of ours lands: what another thread has fetched before it is out of date.
+TEST_P(SharedBlock, AWriteInTheMiddleOfAWriteIsNoticed) {
+  CoreOptions options = process(0, GetParam());
+  options.sim.bias = SimBias::Late;
+  BasicRig<MeanwhileLink> rig(options);
+  const auto block = rig.newSharedBlock(rig.arena.openShared(dup(one.block->shared->descriptor())));
+  const Stream stream = rig.sim.createStream(0);
+  auto fetched = [&] {
+    const Pin pin = rig.cache.fetch(*block, {0, kBytes}, stream);
+    const auto seen = rig.readOnDevice(stream, pin.data(), kBytes);
+    rig.sim.drain();
+    return *seen;
+  };
+  rig.link.meanwhile = [&] {
+    EXPECT_EQ(fetched(), pattern(2, kBytes));
+    one.rig.write(*one.block, pattern(3, kBytes));
+  };
+  rig.cache.adopt(*block, rig.newResult(stream, pattern(2, kBytes)), stream);
+  EXPECT_FALSE(rig.link.meanwhile);
+  EXPECT_EQ(fetched(), pattern(3, kBytes));
+  EXPECT_EQ(one.fetched(), pattern(3, kBytes));
+}
+
 // Without any order between them values may be torn, but nobody waits for the other, and in the end both see what there is.
 TEST_P(SharedBlock, ProcessesThatWriteAtOnceAgreeInTheEnd) {
   for (std::uint64_t seed = 0; seed < 10; ++seed) {

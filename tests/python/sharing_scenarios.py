@@ -20,7 +20,7 @@ from torch import nn
 
 import torch_offload
 
-LIMIT = 60  # seconds
+LIMIT = 100  # seconds
 END = "end"
 
 
