@@ -1,9 +1,10 @@
 """``share_memory_()`` and ``torch.multiprocessing``: one copy of a tensor's bytes for several processes.
 
-A shared storage is a file descriptor to others, whatever the sharing strategy of ``torch.multiprocessing``: there are no names of
-files that somebody has to clean up, and the memory goes with the last process that uses it.
+A shared storage is a file descriptor to others, whatever the sharing strategy of ``torch.multiprocessing``: there are no names
+of files that somebody has to clean up, and the memory goes with the last process that uses it. See docs/design/sharing.md.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from multiprocessing import reduction
@@ -54,9 +55,11 @@ def _register_methods() -> None:
         _C.share(storage)
         return storage
 
+    @functools.wraps(storage_share)
     def share_memory_(self: torch.UntypedStorage) -> torch.UntypedStorage:
         return share(self) if _is_offload(self) else storage_share(self)
 
+    @functools.wraps(storage_is_shared)
     def is_shared(self: torch.UntypedStorage) -> bool:
         return _C.is_shared(self) if _is_offload(self) else storage_is_shared(self)
 
