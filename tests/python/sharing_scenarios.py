@@ -53,7 +53,7 @@ class Children:
         self.processes = []
         for _ in range(count):
             mine, theirs = context.Pipe()
-            process = context.Process(target=target, args=(theirs, *args))
+            process = context.Process(target=target, args=(theirs, *args), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)
@@ -249,7 +249,7 @@ def aliases(context: Any) -> None:
     sent = (whole, whole[1:, 1:], whole.t(), parameter, other)
     assert not whole.is_shared()
     inbox, outbox = context.Queue(), context.Queue()
-    process = context.Process(target=aliases_of, args=(inbox, outbox))
+    process = context.Process(target=aliases_of, args=(inbox, outbox), daemon=True)
     process.start()
     inbox.put(sent)
     inbox.put(whole[2])
@@ -277,7 +277,7 @@ def returns(outbox: Any, inbox: Any) -> None:
 def results_of_a_child(context: Any) -> None:
     """A tensor outlives the process that made it; those of no dimension and of no element can be sent too."""
     outbox, inbox = context.Queue(), context.Queue()
-    process = context.Process(target=returns, args=(outbox, inbox))
+    process = context.Process(target=returns, args=(outbox, inbox), daemon=True)
     process.start()
     turned, more, one, none = outbox.get(timeout=LIMIT)
     inbox.put(None)
@@ -345,7 +345,7 @@ def opens_and_drops(inbox: Any, outbox: Any) -> None:
 def lifetime(context: Any) -> None:
     """Descriptors and memory go with the last tensor, in every process."""
     inbox, outbox = context.Queue(), context.Queue()
-    process = context.Process(target=opens_and_drops, args=(inbox, outbox))
+    process = context.Process(target=opens_and_drops, args=(inbox, outbox), daemon=True)
     process.start()
     counts = []
     for _ in range(6):
@@ -390,7 +390,7 @@ def fork_after_use(context: Any) -> None:
     assert CACHED
     value = torch.zeros(10, device=OFFLOAD).share_memory_()
     pipe, theirs = context.Pipe()
-    process = context.Process(target=uses, args=(theirs, value))
+    process = context.Process(target=uses, args=(theirs, value), daemon=True)
     process.start()
     assert pipe.poll(LIMIT)
     assert "forked" in pipe.recv()
