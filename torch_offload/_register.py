@@ -17,6 +17,7 @@ def register(extension: ModuleType) -> None:
         _library,
         _optimizer,
         _serialization,
+        _sharing,
         device,
     )
 
@@ -27,6 +28,7 @@ def register(extension: ModuleType) -> None:
     extension.intercept_operations()
     _guest.leave_defaults_alone()
     _serialization.register()
+    _sharing.register()
     _optimizer.register()
     _functions.register()
     _init.register()

@@ -114,8 +114,9 @@ def memory_stats(device: _Device = None) -> dict[str, Any]:
     """Counters since the process began; peaks since :func:`reset_peak_memory_stats`.
 
     Returns:
-        ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held from the system (``reserved``), and
-        that are page-locked (``pinned``). ``device.*``: bytes of the cache on the GPU. ``cache.*``: fetches, hits and
+        ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held from the system (``reserved``), that
+        this process has mapped beside them and may have in common with others (``shared``), and that are page-locked
+        (``pinned``). ``device.*``: bytes of the cache on the GPU. ``cache.*``: fetches, hits and
         evictions. ``link.*``: bytes and copies in each direction. ``host_fallbacks``: how often an operation on offload tensors
         alone had no CUDA kernel and ran on the host, by its name.
     """
@@ -158,7 +159,8 @@ def memory_summary(device: _Device = None) -> str:
         ("host bytes in use", mib(stats["host.allocated_bytes.current"])),
         ("  at the peak", mib(stats["host.allocated_bytes.peak"])),
         ("host bytes reserved", mib(stats["host.reserved_bytes.current"])),
-        ("  of these page-locked", mib(stats["host.pinned_bytes.current"])),
+        ("host bytes shared", mib(stats["host.shared_bytes.current"])),
+        ("host bytes page-locked", mib(stats["host.pinned_bytes.current"])),
         ("GPU bytes of the cache", mib(stats["device.slot_bytes.current"])),
         ("  at the peak", mib(stats["device.slot_bytes.peak"])),
         ("  of these staying", mib(stats["device.staying_bytes.current"])),

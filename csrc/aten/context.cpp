@@ -168,6 +168,19 @@ c10::DataPtr Context::foreignBlock(void* data, std::size_t bytes, c10::DeviceInd
   return listed(block);
 }
 
+c10::DataPtr Context::sharedBlock(std::shared_ptr<SharedMemory> memory, c10::DeviceIndex index, Purpose purpose) {
+  auto* block = new Block(memory->data(), memory->bytes(), BlockKind::Shared, memory->born(), index);
+  block->seenVersion = memory->version();
+  block->shared = std::move(memory);
+  block->purpose = purpose;
+  return listed(block);
+}
+
+c10::DataPtr Context::retain(Block& block) {
+  block.owners.fetch_add(1, std::memory_order_relaxed);
+  return {block.data, &block, &Context::deleteBlock, c10::Device(kOffload, static_cast<c10::DeviceIndex>(block.device))};
+}
+
 c10::DataPtr Context::listed(Block* block) {
   std::lock_guard lock(blocksMutex_);
   blocks_[block->data] = block;
@@ -177,8 +190,9 @@ c10::DataPtr Context::listed(Block* block) {
 }
 
 void Context::deleteBlock(void* context) noexcept {
+  if (static_cast<Block*>(context)->owners.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  if (forkedAfterUse.load(std::memory_order_relaxed)) return; // what keeps its memory may know of a device
   std::unique_ptr<Block> block(static_cast<Block*>(context));
-  if (forkedAfterUse.load(std::memory_order_relaxed)) return;
   Context& self = *ifCreated();
   {
     std::lock_guard lock(self.blocksMutex_);
@@ -188,7 +202,9 @@ void Context::deleteBlock(void* context) noexcept {
   }
   std::vector<Token> pending;
   if (self.residency_) pending = self.residency_->forget(*block);
-  if (block->kind != BlockKind::Foreign) {
+  if (block->kind == BlockKind::Shared) {
+    if (!pending.empty() || block->shared->pinned) self.arena_->keepAlive(std::move(block->shared), std::move(pending));
+  } else if (block->kind != BlockKind::Foreign) {
     self.arena_->free(block->data, std::move(pending));
   } else if (!pending.empty()) {
     self.arena_->keepAlive(std::move(block->owner), std::move(pending));
@@ -202,7 +218,8 @@ Block* Context::blockAt(const void* data) const {
 }
 
 HostLease Context::lease(Block& block, Access access) const {
-  return residency_ ? residency_->lease(block, access) : HostLease();
+  if (residency_) return residency_->lease(block, access);
+  return block.shared ? HostLease::uncached(block, access) : HostLease();
 }
 
 void Context::drain(bool close) const {

@@ -76,6 +76,10 @@ class Context {
   c10::DataPtr newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose = Purpose::Unknown);
   /// The same over memory of somebody else, which `owner` keeps alive.
   c10::DataPtr foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner);
+  /// The same over memory of several processes.
+  c10::DataPtr sharedBlock(std::shared_ptr<SharedMemory> memory, c10::DeviceIndex index, Purpose purpose = Purpose::Unknown);
+  /// One more owner of a Block, which lives until all have gone: a storage may get another one while something reads the old.
+  static c10::DataPtr retain(Block& block);
 
   /// The Block whose host bytes begin at an address; null if there is none.
   Block* blockAt(const void* data) const;
@@ -90,7 +94,7 @@ class Context {
     hostBytesPeak_ = hostBytes_.load();
   }
 
-  /// Takes the right to read or to write host bytes; an empty lease where there is no cache to keep true.
+  /// Takes the right to read or to write host bytes; an empty lease where there is nothing to keep true.
   HostLease lease(Block& block, Access access) const;
 
   /// Waits for every copy; `close` at interpreter exit, after which nothing touches the device any more.

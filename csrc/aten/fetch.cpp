@@ -14,7 +14,7 @@ struct FetchedMemory {
 };
 
 struct AliasedMemory {
-  c10::Storage source; // outlives the lease of its Block
+  c10::DataPtr block; // outlives its lease
   HostLease lease;
 };
 
@@ -44,10 +44,13 @@ c10::DataPtr fetchBytes(const at::Tensor& offload, const Extent& extent, c10::De
 at::Tensor fetchAlias(const at::Tensor& offload) {
   existingExtentOf(offload);
   const auto& source = offload.storage();
-  HostLease lease;
-  if (source.nbytes() > 0) lease = Context::get().lease(blockOf(source), Access::Read);
-  auto* memory = new AliasedMemory{source, std::move(lease)};
+  auto* memory = new AliasedMemory{};
   c10::DataPtr data(const_cast<void*>(source.data()), memory, &deleteAliased, c10::Device(c10::kCPU));
+  if (source.nbytes() > 0) {
+    Block& block = blockOf(source);
+    memory->block = Context::retain(block);
+    memory->lease = Context::get().lease(block, Access::Read);
+  }
   c10::Storage alias(c10::Storage::use_byte_size_t(), source.nbytes(), std::move(data), nullptr, false);
   return tensorOver(std::move(alias), c10::kCPU, offload, offload.storage_offset());
 }

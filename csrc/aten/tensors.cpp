@@ -110,6 +110,9 @@ c10::Device withIndex(c10::Device device) {
 void resizeStorage(c10::StorageImpl& storage, std::size_t bytes) {
   const c10::Device device = storage.device();
   const bool old = storage.nbytes() > 0;
+  TORCH_CHECK(
+      !old || !blockOf(storage).shared, "offload: a storage of ", storage.nbytes(),
+      " bytes is shared between processes and can't be resized to ", bytes, "; resize a clone() of the tensor.");
   Context& context = Context::get();
   c10::DataPtr data = context.newBlock(bytes, device.index(), old ? blockOf(storage).born : Born::Host);
   if (old && bytes > 0) {

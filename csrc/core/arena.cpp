@@ -52,6 +52,7 @@ Arena::Arena(Link* link, ArenaOptions options)
 
 Arena::~Arena() {
   collect(Poll::Wait);
+  pending_.clear();
   destroy(ranges_.removeAll());
 }
 
@@ -173,7 +174,7 @@ ArenaStats Arena::stats() const {
   const Lock lock(mutex_);
   ArenaStats stats = stats_;
   stats.reserved = ranges_.reserved();
-  stats.pinned = ranges_.locked();
+  stats.pinned += ranges_.locked();
   return stats;
 }
 
@@ -191,7 +192,7 @@ void Arena::validate() const {
   const std::size_t used = ranges_.validate();
   slabs_.validate(ranges_);
   require(used == stats_.allocated + pendingBytes_ + slabs_.freeBytes(), "allocated bytes are miscounted");
-  require(ranges_.locked() <= budget_.locked(), "more bytes are page-locked than the budget knows of");
+  require(ranges_.locked() + stats_.pinned <= budget_.locked(), "more bytes are page-locked than the budget knows of");
   std::size_t pending = 0;
   for (const Pending& one : pending_) pending += one.range != 0 ? bytesOf(lock, one.range) : 0;
   require(pending <= pendingBytes_, "pending bytes are miscounted");

@@ -15,6 +15,7 @@
 #include "core/arena_budget.h"
 #include "core/arena_ranges.h"
 #include "core/arena_slabs.h"
+#include "core/shared_memory.h"
 #include "core/token.h"
 
 #include <cstdint>
@@ -56,7 +57,8 @@ struct ArenaStats {
   std::size_t allocatedPeak = 0;
   std::size_t reserved = 0; // bytes held from the system
   std::size_t reservedPeak = 0;
-  std::size_t pinned = 0; // bytes of reserved that are page-locked
+  std::size_t pinned = 0; // bytes of reserved and of shared that are page-locked
+  std::size_t shared = 0; // bytes of shared memory that this process has mapped, beside what is reserved
   std::size_t count = 0; // ranges handed out
   std::size_t allocations = 0; // ranges ever handed out
 };
@@ -76,6 +78,12 @@ class Arena {
   void free(void* data, std::vector<Token> pending) noexcept;
   /// Holds memory of somebody else until all of `pending` is done. Never waits.
   void keepAlive(std::shared_ptr<void> owner, std::vector<Token> pending) noexcept;
+
+  /// Memory for a storage that other processes may open, and what another process has made: see SharedMemory, also for what they
+  /// throw. It counts as page-locked memory does, and is pageable past the same limits. Whoever lets go of page-locked memory in
+  /// a deleter gives it to keepAlive(): to unlock it takes a call of the Link.
+  std::shared_ptr<SharedMemory> share(std::size_t bytes, Born born);
+  std::shared_ptr<SharedMemory> openShared(int descriptor);
   /// Returns regions that nothing uses to the system; its bytes.
   std::size_t trim();
 
@@ -106,6 +114,9 @@ class Arena {
   std::size_t grant(std::size_t bytes, bool exact);
   std::size_t leastRegion(std::size_t bytes) const;
   std::size_t regionFor(const Lock&, std::size_t bytes) const;
+  std::shared_ptr<SharedMemory> mapped(std::unique_ptr<SharedMemory> memory);
+  bool lockShared(const SharedMemory& memory);
+  void unmap(SharedMemory* memory) noexcept;
   void warn(std::size_t bytes);
   void trimExcess(std::size_t bytes);
   std::size_t release(std::size_t pageable, std::size_t locked);
@@ -122,7 +133,7 @@ class Arena {
   std::deque<Pending> pending_;
   std::size_t pendingBytes_ = 0; // of ranges that are pending, also while a thread asks their tokens
   std::size_t mostHeld_ = 0; // the peak of bytes handed out or pending
-  ArenaStats stats_; // without reserved and pinned
+  ArenaStats stats_; // without reserved, and with the pinned bytes of shared memory alone
   bool warned_ = false;
 };
 

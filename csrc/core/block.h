@@ -4,18 +4,21 @@
 #include "core/extent.h"
 #include "core/token.h"
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 namespace offload {
 
+class SharedMemory;
 struct Slot;
 
 enum class BlockKind {
   Pinned, // page-locked memory of the Arena
   Pageable, // memory of the Arena that the system would not lock, or where there is nothing to copy to
   Foreign, // memory of somebody else, kept alive by the Block's owner
+  Shared, // memory that other processes map too, page-locked where that may be
 };
 
 /// What a storage is for, where that is known.
@@ -54,8 +57,13 @@ struct Block {
   std::uint64_t fetches = 0;
   bool scheduled = false;
   std::vector<std::shared_ptr<Slot>> slots;
+  /// How many own the Block: the glue's, as the rest is Residency's.
+  std::atomic<int> owners{1};
   /// Keeps Foreign memory alive.
   std::shared_ptr<void> owner;
+  /// Of a Shared Block: its memory, and the version there that `version` accounts for.
+  std::shared_ptr<SharedMemory> shared;
+  std::uint64_t seenVersion = 0;
 };
 
 } // namespace offload

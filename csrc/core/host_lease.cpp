@@ -1,6 +1,7 @@
 #include "core/host_lease.h"
 
 #include "core/residency.h"
+#include "core/shared_memory.h"
 
 namespace offload {
 
@@ -26,7 +27,13 @@ void* HostLease::data() const noexcept {
 }
 
 void HostLease::letGo() noexcept {
-  if (Block* block = std::exchange(block_, nullptr)) residency_->endLease(*block, access_);
+  Block* const block = std::exchange(block_, nullptr);
+  if (block == nullptr) return;
+  if (residency_ != nullptr) {
+    residency_->endLease(*block, access_);
+  } else if (access_ == Access::Write && block->shared) {
+    block->shared->bump();
+  }
 }
 
 } // namespace offload

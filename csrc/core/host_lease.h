@@ -16,6 +16,10 @@ class HostLease {
   HostLease(HostLease&& other) noexcept;
   HostLease& operator=(HostLease&& other) noexcept;
   ~HostLease();
+  /// For a process without a cache, where nothing is in the way of a lease. Others learn of what was written under it.
+  static HostLease uncached(Block& block, Access access) {
+    return {nullptr, block, access};
+  }
 
   void* data() const noexcept;
   explicit operator bool() const noexcept {
@@ -24,7 +28,7 @@ class HostLease {
 
  private:
   friend class Residency;
-  HostLease(Residency& residency, Block& block, Access access) : residency_(&residency), block_(&block), access_(access) {}
+  HostLease(Residency* residency, Block& block, Access access) : residency_(residency), block_(&block), access_(access) {}
   void letGo() noexcept;
 
   Residency* residency_ = nullptr;

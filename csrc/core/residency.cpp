@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "core/host_wait.h"
+#include "core/shared_memory.h"
 
 #include <algorithm>
 #include <utility>
@@ -16,7 +17,8 @@ void requireWithin(const Block& block, Extent extent) {
 }
 
 HostMemory memoryOf(const Block& block) {
-  return block.kind == BlockKind::Pinned ? HostMemory::Pinned : HostMemory::Pageable;
+  const bool pinned = block.kind == BlockKind::Pinned || (block.shared && block.shared->pinned);
+  return pinned ? HostMemory::Pinned : HostMemory::Pageable;
 }
 
 Residency::Residency(Link& link, ResidencyOptions options)
@@ -47,12 +49,13 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   requireWithin(block, extent);
   Device& dev = device(stream.device);
   look(dev);
+  Slots retired;
   Lock lock(mutex_);
   ++dev.queue.stats.fetches;
+  noticeShared(block, retired);
   if (dev.schedule.record(block, extent)) endPass(dev);
   follow(dev);
   auto slot = awaitNewest(lock, block, extent, stream.device);
-  Slots retired;
   if (slot) {
     ++dev.queue.stats.hits;
     if (std::exchange(slot->unused, false) && dev.patience > 1) --dev.patience;
@@ -148,7 +151,7 @@ HostLease Residency::lease(Block& block, Access access) {
     if (access == Access::Write) block.readers.appendTo(inTheWay);
     ++block.leases;
   }
-  HostLease lease(*this, block, access);
+  HostLease lease(this, block, access);
   for (const Token& token : inTheWay) token.wait();
   {
     Lock lock(mutex_);
@@ -170,6 +173,7 @@ void Residency::markWritten(Block& block) {
   {
     Lock lock(mutex_);
     block.hostVersion = ++block.version;
+    if (block.shared) block.shared->bump();
     retireStale(block, retired);
   }
   release(retired);
@@ -402,6 +406,8 @@ void Residency::validate(const Block& block) const {
     require(slot->pins > 0 || slot->isListed, "an unpinned Slot is not in the queue");
     require(slot->pins > 0 || slot->version == block.version, "a stale Slot is kept");
   }
+  require(!block.shared || block.hostVersion == block.version, "bytes of a shared Block are on a device alone");
+  require(!block.shared || block.seenVersion <= block.shared->version(), "a shared Block has seen what is still to come");
   require((block.hostVersion < block.version) == (dirtyOf(block) != nullptr), "the newest bytes are nowhere, or in two places");
   for (const auto& dev : devices_) dev->queue.validate();
 }

@@ -21,6 +21,13 @@
 // device bytes stay within budget + max(ring, twice the fetch at hand) + what is pinned. Memory that is given up is reused in
 // stream order, without the host. An automatic budget follows what is free: it is looked at when a pass of the Schedule ends and
 // when much has been added; in between PyTorch's allocator asks for memory back by relieve().
+//
+// Note [Blocks of several processes]
+// A Shared Block is never Dirty, and who writes to it waits until the bytes have landed and then counts up the version in the shared
+// header (shared_memory.h): when a call returns, another process may be told to read. Versions of Slots stay this process's own. A
+// fetch that finds another count in the header than the last one did makes a new version, as a write does. Its own writes count too:
+// the Slots that were made while one landed may lack what others wrote then. Writes of several processes at once have no order;
+// each is followed by a count, so whatever they leave in memory is what later fetches get.
 #pragma once
 
 #include "core/host_lease.h"
@@ -73,13 +80,13 @@ class Residency {
   Pin fetch(Block& block, Extent extent, Stream stream);
 
   /// Makes device memory that `producer` has just written the newest value of the whole Block, without a copy on the device. It
-  /// goes home when its room is wanted or the host asks, gradients by Note [When a gradient goes home].
+  /// goes home when its room is wanted or the host asks, gradients by Note [When a gradient goes home]; at once in a Shared Block.
   void adopt(Block& block, DeviceBuffer buffer, Stream producer);
 
   /// Copies an extent home from device memory that somebody else owns. Work enqueued on `producer` later may overwrite it.
   void store(Block& block, Extent extent, const void* device, Stream producer);
 
-  /// See HostLease. The only call here that may wait.
+  /// See HostLease. The only call here that may wait, but for writes to a Shared Block.
   HostLease lease(Block& block, Access access);
 
   /// Marks bytes that were changed behind this library's back, under a lease that reads, as written.
@@ -158,6 +165,8 @@ class Residency {
   void plan(Device& device);
   std::size_t ring(std::size_t bytes) const;
   void retireStale(Block& block, Slots& retired);
+  void writeThrough(Block& block, DeviceBuffer buffer, Stream producer);
+  void noticeShared(Block& block, Slots& retired);
   void letGo(const std::shared_ptr<Slot>& slot, Slots& retired);
   void release(Slots& retired) noexcept;
   void settle() noexcept;

@@ -1,5 +1,6 @@
 // How results become the newest bytes of a Block, and how these come home.
 #include "core/residency.h"
+#include "core/shared_memory.h"
 
 #include <algorithm>
 #include <utility>
@@ -7,6 +8,7 @@
 namespace offload {
 
 void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
+  if (block.shared) return writeThrough(block, std::move(buffer), producer);
   Device& dev = device(producer.device);
   auto slot = std::make_shared<Slot>();
   slot->extent = {0, block.bytes};
@@ -84,20 +86,46 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   } catch (...) {
     failure = std::current_exception();
   }
-  bool leased = false;
+  bool awaited = false;
   {
     Lock lock(mutex_);
     --block.issuing;
     block.writers.add(home);
     block.hostVersion = ++block.version;
     retireStale(block, retired);
-    leased = block.leases > 0;
+    awaited = block.leases > 0 || block.shared;
   }
   issued_.notify_all();
   release(retired);
   // After a failure the source may go as soon as the caller learns of it.
-  if (leased || failure) home.wait();
+  if (awaited || failure) home.wait();
+  if (block.shared) block.shared->bump();
   if (failure) std::rethrow_exception(failure);
+}
+
+// What adopt() is for a Shared Block: nothing of it stays on the device.
+void Residency::writeThrough(Block& block, DeviceBuffer buffer, Stream producer) {
+  auto slot = std::make_shared<Slot>();
+  slot->buffer = std::move(buffer);
+  Slots retired{slot};
+  std::exception_ptr failure;
+  try {
+    store(block, {0, block.bytes}, slot->buffer.data, producer);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  release(retired); // of which nothing reads any more
+  if (failure) std::rethrow_exception(failure);
+}
+
+// What is counted in the shared header since the last look, by whichever process, is one more version here.
+void Residency::noticeShared(Block& block, Slots& retired) {
+  if (!block.shared) return;
+  const std::uint64_t now = block.shared->version();
+  if (now == block.seenVersion) return;
+  block.seenVersion = now;
+  block.hostVersion = ++block.version;
+  retireStale(block, retired);
 }
 
 // Enqueues the copy of a Dirty Slot's bytes to the host. Lets go of the mutex meanwhile; the Block can't go, since whoever destroys

@@ -2,6 +2,7 @@
 #include "aten/context.h"
 #include "aten/fetch.h"
 #include "aten/placement.h"
+#include "aten/sharing.h"
 #include "aten/tensors.h"
 #include "autograd/generic.h"
 #include "compat/accelerator.h"
@@ -12,6 +13,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Device.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
 
@@ -39,6 +42,7 @@ py::dict statistics(int index) {
   result["host.reserved_bytes.current"] = host.reserved;
   result["host.reserved_bytes.peak"] = host.reservedPeak;
   result["host.pinned_bytes.current"] = host.pinned;
+  result["host.shared_bytes.current"] = host.shared;
   result["host.allocations.current"] = host.count;
   result["host.allocations.total"] = host.allocations;
   const bool cache = now != nullptr && now->hasCache();
@@ -115,6 +119,13 @@ PYBIND11_MODULE(_C, m) {
     const c10::Device device = pairedDevice(static_cast<c10::DeviceIndex>(index));
     return py::reinterpret_steal<py::object>(THPDevice_New(device));
   });
+  m.def("is_shared", [](const c10::Storage& storage) { return isShared(*storage.unsafeGetStorageImpl()); });
+  m.def(
+      "share", torch::wrap_pybind_function_no_gil([](const c10::Storage& storage) { share(*storage.unsafeGetStorageImpl()); }));
+  m.def("shared_descriptor", [](const c10::Storage& storage) { return sharedDescriptor(*storage.unsafeGetStorageImpl()); });
+  m.def("open_shared", torch::wrap_pybind_function([](int descriptor, int index) {
+          return openShared(descriptor, static_cast<c10::DeviceIndex>(index));
+        }));
   m.def("enter_host_scope", &HostScope::enter);
   m.def("leave_host_scope", &HostScope::leave);
   m.def("statistics", &statistics, py::arg("index") = 0);

@@ -57,7 +57,12 @@ struct BasicRig {
   struct Return {
     BasicRig* rig;
     void operator()(Block* block) const {
-      rig->arena.free(block->data, rig->cache.forget(*block));
+      auto pending = rig->cache.forget(*block);
+      if (block->shared) {
+        rig->arena.keepAlive(std::move(block->shared), std::move(pending));
+      } else {
+        rig->arena.free(block->data, std::move(pending));
+      }
       delete block;
     }
   };
@@ -70,6 +75,18 @@ struct BasicRig {
   }
   BlockPtr newBlock(const Bytes& value) {
     BlockPtr block = newBlock(value.size());
+    write(*block, value);
+    return block;
+  }
+
+  BlockPtr newSharedBlock(std::shared_ptr<SharedMemory> memory) {
+    BlockPtr block(new Block(memory->data(), memory->bytes(), BlockKind::Shared, memory->born(), 0), Return{this});
+    block->seenVersion = memory->version();
+    block->shared = std::move(memory);
+    return block;
+  }
+  BlockPtr newSharedBlock(const Bytes& value) {
+    BlockPtr block = newSharedBlock(arena.share(value.size(), Born::Host));
     write(*block, value);
     return block;
   }

@@ -53,6 +53,12 @@ const std::vector<Scenario>& scenarios() {
   static const auto adopt = [](Faulty& on) {
     on.rig.cache.adopt(*on.one, on.rig.newResult(on.stream, pattern(3, kBytes)), on.stream);
   };
+  static const auto share = [](Faulty& on) { on.one = on.rig.newSharedBlock(pattern(1, kBytes)); };
+  static const auto foreignWrite = [](Faulty& on) {
+    share(on);
+    unpinned(on);
+    on.one->shared->bump();
+  };
   static const std::vector<Scenario> all{
       {"fetch", nothing, fetch},
       {"fetch for two streams", fetch,
@@ -86,6 +92,10 @@ const std::vector<Scenario>& scenarios() {
          on.more.push_back(on.rig.newBlock(1 << 16));
          on.rig.arena.trim();
        }},
+      {"share", nothing, share},
+      {"fetch after another process wrote", foreignWrite, fetch},
+      {"store into shared memory", share, store},
+      {"adopt into shared memory", share, adopt},
       {"drain", adopt, [](Faulty& on) { on.rig.cache.drain(false); }},
       {"empty the cache", adopt, [](Faulty& on) { on.rig.cache.emptyCache(0); }},
       {"shrink the ring", unpinned, [](Faulty& on) { on.rig.cache.setRingBytes(0); }},
@@ -119,6 +129,7 @@ void expectWholeAfter(Faulty& on) {
   on.rig.sim.drain();
   on.rig.arena.trim();
   EXPECT_EQ(on.rig.arena.stats().reserved, 0U);
+  EXPECT_EQ(on.rig.arena.stats().shared, 0U);
 }
 
 void failEachCall(const Scenario& scenario, std::uint64_t seed, bool pageable) {

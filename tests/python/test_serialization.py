@@ -280,17 +280,6 @@ def test_tied_weights_have_one_memory_and_one_gradient():
     assert loaded["embedding.weight"].data_ptr() == loaded["head.weight"].data_ptr()
 
 
-def test_share_memory():
-    value = torch.arange(4.0, device=OFFLOAD)
-    try:
-        value.share_memory_()
-    except (RuntimeError, NotImplementedError) as error:
-        assert "offload" in str(error)  # noqa: PT017 - either shared or a sentence
-    else:
-        assert value.is_shared()
-    assert_same(value, torch.arange(4.0))
-
-
 def test_state_dict_holds_the_parameters_memory():
     net = nn.Linear(3, 2).to(OFFLOAD)
     assert net.state_dict()["weight"].data_ptr() == net.weight.data_ptr()
