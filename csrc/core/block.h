@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/extent.h"
+#include "core/file_bytes.h"
 #include "core/token.h"
 
 #include <cstdint>
@@ -56,6 +57,13 @@ struct Block {
   std::vector<std::shared_ptr<Slot>> slots;
   /// Keeps Foreign memory alive.
   std::shared_ptr<void> owner;
+  /// Set where the memory is a mapping of a file: Note [File-backed Blocks].
+  std::shared_ptr<FileBytes> file;
+
+  /// What device copies keep the remainder of, by kAlignment. A tensor's place in a file says nothing of how it is to be aligned.
+  std::uintptr_t address() const noexcept {
+    return file ? 0 : reinterpret_cast<std::uintptr_t>(data);
+  }
 };
 
 } // namespace offload

@@ -67,6 +67,7 @@ struct Slot {
   int device = 0;
   SlotState state = SlotState::Fetching;
   std::uint64_t version = 0;
+  std::uint64_t fileFailures = 0; // of its Block's file, when the bytes were asked for
   DeviceBuffer buffer;
   std::byte* data = nullptr; // where the extent begins within the buffer
   /// The last write to the device bytes.
@@ -79,5 +80,10 @@ struct Slot {
   std::list<std::shared_ptr<Slot>>::iterator place;
   bool isListed = false;
 };
+
+/// Whether the newest bytes of its Block are here: nobody has written since, and no read of its file has failed.
+inline bool holdsNewest(const Slot& slot, const Block& block) {
+  return slot.version == block.version && (!block.file || slot.fileFailures == block.file->failures());
+}
 
 } // namespace offload

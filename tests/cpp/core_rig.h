@@ -57,7 +57,11 @@ struct BasicRig {
   struct Return {
     BasicRig* rig;
     void operator()(Block* block) const {
-      rig->arena.free(block->data, rig->cache.forget(*block));
+      if (block->file) {
+        rig->arena.keepAlive(block->file, rig->cache.forget(*block));
+      } else {
+        rig->arena.free(block->data, rig->cache.forget(*block));
+      }
       delete block;
     }
   };
@@ -72,6 +76,12 @@ struct BasicRig {
     BlockPtr block = newBlock(value.size());
     write(*block, value);
     return block;
+  }
+  BlockPtr fileBlock(std::shared_ptr<File> file, std::uint64_t offset, std::size_t bytes) {
+    auto part = std::make_shared<FileBytes>(std::move(file), offset, bytes);
+    auto* block = new Block(part->data(), bytes, BlockKind::Foreign, Born::Host, 0);
+    block->file = std::move(part);
+    return {block, Return{this}};
   }
 
   void write(Block& block, const Bytes& value, std::size_t at = 0) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core_rig.h"
+#include "test_file.h"
 
 namespace offload::core_test {
 
@@ -70,7 +71,7 @@ class Program {
     Rig::BlockPtr block;
     Bytes bytes;
     bool known = true; // not after a failure has left the bytes unspecified
-    std::shared_ptr<Bytes> foreign;
+    std::shared_ptr<void> foreign; // memory that is not the Arena's
     HostLease lease;
     Access access = Access::Read;
 
@@ -197,8 +198,17 @@ class Program {
     const std::size_t bytes = 1 + random_.below(kMostBytes);
     model.bytes = value(bytes);
     if (random_.oneIn(4)) {
-      model.foreign = std::make_shared<Bytes>(model.bytes);
-      model.block = {new Block(model.foreign->data(), bytes, BlockKind::Foreign, Born::Host, 0), Rig::Return{&rig_}};
+      if (bytes % 2 == 0) {
+        const std::size_t offset = bytes % 100;
+        Bytes contents(offset);
+        contents.insert(contents.end(), model.bytes.begin(), model.bytes.end());
+        model.block = rig_.fileBlock(std::make_shared<File>(TestFile(contents).path()), offset, bytes);
+        model.foreign = model.block->file;
+      } else {
+        auto memory = std::make_shared<Bytes>(model.bytes);
+        model.block = {new Block(memory->data(), bytes, BlockKind::Foreign, Born::Host, 0), Rig::Return{&rig_}};
+        model.foreign = std::move(memory);
+      }
     } else {
       model.block = rig_.newBlock(bytes);
       model.known = false;
