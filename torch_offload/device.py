@@ -114,8 +114,9 @@ def memory_stats(device: _Device = None) -> dict[str, Any]:
     """Counters since the process began; peaks since :func:`reset_peak_memory_stats`.
 
     Returns:
-        ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held from the system (``reserved``), and
-        that are page-locked (``pinned``). ``device.*``: bytes of the cache on the GPU. ``cache.*``: fetches, hits and
+        ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held from the system (``reserved``), that
+        are page-locked (``pinned``), and bytes of tensors that are read from files (``file``), which take no memory until
+        they are written. ``device.*``: bytes of the cache on the GPU. ``cache.*``: fetches, hits and
         evictions. ``link.*``: bytes and copies in each direction. ``host_fallbacks``: how often an operation on offload tensors
         alone had no CUDA kernel and ran on the host, by its name.
     """
