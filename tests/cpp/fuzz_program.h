@@ -260,7 +260,7 @@ class Program {
     const Stream on = stream();
     const std::uint64_t hits = rig_.cache.stats(on.device).hits;
     Pin pin = rig_.cache.fetch(*from.block, {part.begin, part.begin + part.bytes}, on);
-    const auto host = reinterpret_cast<std::uintptr_t>(from.block->data) + part.begin;
+    const auto host = from.block->address() + part.begin;
     check((reinterpret_cast<std::uintptr_t>(pin.data()) - host) % kAlignment == 0, "a Slot lost its address's remainder");
     const ResidencyStats stats = rig_.cache.stats(on.device);
     const std::size_t fits = std::max(rig_.cache.ringBytes(), 2 * (part.bytes + kAlignment));

@@ -1,7 +1,7 @@
 """The header of a safetensors file, and the index of one in shards: checked before a byte of data is believed.
 
-The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, the header in JSON, the data. Its promise
-that every byte of the data is one tensor's is what shows that a file was cut or patched, so all of it is checked.
+The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, the header in JSON, the data. It
+promises that every byte of the data is one tensor's, which shows whether a file was cut or patched; so all of it is checked.
 """
 
 import json
