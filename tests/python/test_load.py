@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import types
 
 import pytest
 import torch
@@ -262,3 +263,18 @@ def test_left_in_the_file_it_is_fetched_without_memory_on_the_host(tmp_path):
         assert mapped() >= 1 << 10, mapped()
     """
     passes(program)
+
+
+def test_the_bar_of_tqdm(tmp_path, monkeypatch):
+    shown = []
+
+    class Bar:
+        def __init__(self, total, **_):
+            shown.append(total)
+
+        update = staticmethod(shown.append)
+        close = staticmethod(lambda: shown.append("closed"))
+
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
+    torch_offload.load(write(tmp_path / "x.safetensors", {"a": at(CPU, 1000)}), progress=True)
+    assert shown == [4000, 4000, "closed"]
