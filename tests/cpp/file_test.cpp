@@ -122,6 +122,19 @@ TEST(File, DetachedBytesKeepTheirValuesWhateverTheirNeighboursDo) {
   }
 }
 
+TEST(File, ManyPagesAreDetachedWhole) {
+  const Bytes contents = pattern(1, (std::size_t{7} << 20) + 5); // huge pages among them
+  const TestFile on(contents);
+  File file(on.path());
+  std::byte* const data = file.mapping();
+  file.detach(1234, (std::size_t{6} << 20) + 7, 4);
+  EXPECT_EQ(std::memcmp(data, contents.data(), contents.size()), 0);
+  file.detach(0, 1234, 4);
+  file.detach((std::size_t{6} << 20) + 1241, contents.size() - (std::size_t{6} << 20) - 1241, 4);
+  on.cutTo(0);
+  EXPECT_EQ(std::memcmp(data, contents.data(), contents.size()), 0);
+}
+
 TEST(File, WhatCouldNotBeDetachedIsAsBefore) {
   const TestFile on(pattern(1, 10'000));
   const int descriptor = FailingReads::lowestFree();
