@@ -249,6 +249,29 @@ TEST(FileBlock, WhatCouldNotBeReadIsNeverAHit) {
   });
 }
 
+TEST(FileBlock, AFailedReadCostsNothingThatCameAfterIt) {
+  onEverySeed([](OnFile& on) {
+    { on.rig.cache.fetch(*on.block, {0, kBytes}, on.stream); }
+    // Newer than what is being read, and never from the file.
+    on.rig.cache.adopt(*on.block, on.rig.newResult(on.stream, pattern(4, kBytes)), on.stream);
+    {
+      const FailingReads failing(on.descriptor);
+      on.rig.sim.drain();
+    }
+    try {
+      on.rig.cache.drain(false);
+    } catch (const Error&) {
+    }
+    EXPECT_EQ(on.fetched(*on.block, {0, kBytes}), pattern(4, kBytes));
+    EXPECT_EQ(on.rig.read(*on.block), pattern(4, kBytes));
+    on.rig.write(*on.block, pattern(5, kBytes));
+    on.fetched(*on.block, {0, kBytes});
+    const auto hits = on.rig.cache.stats(0).hits;
+    EXPECT_EQ(on.fetched(*on.block, {0, kBytes}), pattern(5, kBytes));
+    EXPECT_EQ(on.rig.cache.stats(0).hits, hits + 1);
+  });
+}
+
 TEST(FileBlock, ItMayGoWhileItIsRead) {
   onEverySeed([](OnFile& on) {
     const Pin pin = on.rig.cache.fetch(*on.block, {0, kBytes}, on.stream);
