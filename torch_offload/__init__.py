@@ -29,6 +29,7 @@ from torch_offload.device import (  # noqa: E402
     set_ring_bytes,
     synchronize,
 )
+from torch_offload.io.load import load  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "empty_cache",
     "get_budget",
     "get_ring_bytes",
+    "load",
     "memory_stats",
     "memory_summary",
     "on_host",

@@ -115,8 +115,9 @@ def memory_stats(device: _Device = None) -> dict[str, Any]:
 
     Returns:
         ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held from the system (``reserved``), that
-        this process has mapped beside them and may have in common with others (``shared``), and that are page-locked
-        (``pinned``). ``device.*``: bytes of the cache on the GPU. ``cache.*``: fetches, hits and
+        this process has mapped beside them and may have in common with others (``shared``), that are page-locked
+        (``pinned``), and bytes of tensors that are read from files (``file``), which take no memory until they are written.
+        ``device.*``: bytes of the cache on the GPU. ``cache.*``: fetches, hits and
         evictions. ``link.*``: bytes and copies in each direction. ``host_fallbacks``: how often an operation on offload tensors
         alone had no CUDA kernel and ran on the host, by its name.
     """

@@ -181,10 +181,17 @@ c10::DataPtr Context::retain(Block& block) {
   return {block.data, &block, &Context::deleteBlock, c10::Device(kOffload, static_cast<c10::DeviceIndex>(block.device))};
 }
 
+c10::DataPtr Context::fileBlock(std::shared_ptr<FileBytes> file, std::size_t bytes, c10::DeviceIndex index) {
+  auto* block = new Block(file->data(), bytes, BlockKind::Foreign, Born::Host, index);
+  block->owner = file;
+  block->file = std::move(file);
+  return listed(block);
+}
+
 c10::DataPtr Context::listed(Block* block) {
   std::lock_guard lock(blocksMutex_);
   blocks_[block->data] = block;
-  hostBytes_ += block->bytes;
+  accountOf(*block) += block->bytes;
   hostBytesPeak_ = std::max(hostBytesPeak_.load(), hostBytes_.load());
   return {block->data, block, &Context::deleteBlock, c10::Device(kOffload, static_cast<c10::DeviceIndex>(block->device))};
 }
@@ -198,7 +205,7 @@ void Context::deleteBlock(void* context) noexcept {
     std::lock_guard lock(self.blocksMutex_);
     const auto found = self.blocks_.find(block->data);
     if (found != self.blocks_.end() && found->second == block.get()) self.blocks_.erase(found);
-    self.hostBytes_ -= block->bytes;
+    self.accountOf(*block) -= block->bytes;
   }
   std::vector<Token> pending;
   if (self.residency_) pending = self.residency_->forget(*block);
@@ -219,6 +226,7 @@ Block* Context::blockAt(const void* data) const {
 
 HostLease Context::lease(Block& block, Access access) const {
   if (residency_) return residency_->lease(block, access);
+  if (block.file) block.file->prepare(access);
   return block.shared ? HostLease::uncached(block, access) : HostLease();
 }
 

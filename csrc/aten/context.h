@@ -80,21 +80,28 @@ class Context {
   c10::DataPtr sharedBlock(std::shared_ptr<SharedMemory> memory, c10::DeviceIndex index, Purpose purpose = Purpose::Unknown);
   /// One more owner of a Block, which lives until all have gone: a storage may get another one while something reads the old.
   static c10::DataPtr retain(Block& block);
+  /// The same over bytes of a file.
+  c10::DataPtr fileBlock(std::shared_ptr<FileBytes> file, std::size_t bytes, c10::DeviceIndex index);
 
   /// The Block whose host bytes begin at an address; null if there is none.
   Block* blockAt(const void* data) const;
-  /// Host bytes of all Blocks, whoever's memory it is: now, and at most since the peak was reset.
+  /// Host bytes of all Blocks that are not a file's, whoever's memory it is: now, and at most since the peak was reset.
   std::size_t hostBytes() const noexcept {
     return hostBytes_;
   }
   std::size_t hostBytesPeak() const noexcept {
     return hostBytesPeak_;
   }
+  /// Bytes of Blocks that are, or were before somebody wrote to them, those of files.
+  std::size_t fileBytes() const noexcept {
+    return fileBytes_;
+  }
   void resetHostPeak() noexcept {
     hostBytesPeak_ = hostBytes_.load();
   }
 
-  /// Takes the right to read or to write host bytes; an empty lease where there is nothing to keep true.
+  /// Takes the right to read or to write host bytes; an empty lease where there is nothing to keep true. Throws Error where the
+  /// bytes are a file's that has changed.
   HostLease lease(Block& block, Access access) const;
 
   /// Waits for every copy; `close` at interpreter exit, after which nothing touches the device any more.
@@ -103,6 +110,9 @@ class Context {
  private:
   explicit Context(const Settings& settings);
   c10::DataPtr listed(Block* block);
+  std::atomic<std::size_t>& accountOf(const Block& block) noexcept {
+    return block.file ? fileBytes_ : hostBytes_;
+  }
   static void deleteBlock(void* context) noexcept;
 
   Backend backend_ = Backend::Host;
@@ -113,6 +123,7 @@ class Context {
   std::unordered_map<const void*, Block*> blocks_;
   std::atomic<std::size_t> hostBytes_{0};
   std::atomic<std::size_t> hostBytesPeak_{0};
+  std::atomic<std::size_t> fileBytes_{0};
 };
 
 /// The number of devices `offload:i`: one for each CUDA device, at least one. Does not touch the GPU.

@@ -76,9 +76,13 @@ c10::Storage hostAliasStorage(const c10::Storage& offload) {
 }
 
 at::Tensor emptyOffload(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device, Born born) {
+  const std::size_t bytes = at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(type));
+  return offloadTensor(Context::get().newBlock(bytes, withIndex(device).index(), born), sizes, strides, type);
+}
+
+at::Tensor offloadTensor(c10::DataPtr data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) {
   const auto meta = c10::scalarTypeToTypeMeta(type);
   const std::size_t bytes = at::detail::computeStorageNbytes(sizes, strides, meta.itemsize());
-  auto data = Context::get().newBlock(bytes, withIndex(device).index(), born);
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), offloadAllocator(), true);
   auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keysOf(kOffload), meta);
   result.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);

@@ -27,6 +27,9 @@ c10::Storage hostAliasStorage(const c10::Storage& offload);
 /// An uninitialized tensor on `device`.
 at::Tensor emptyOffload(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device, Born born);
 
+/// A tensor that is all of a Block's memory.
+at::Tensor offloadTensor(c10::DataPtr data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
+
 /// Lets an in-place write to either tensor be seen by what autograd saved of the other.
 void shareVersionCounter(const at::Tensor& from, const at::Tensor& to);
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/extent.h"
+#include "core/file_bytes.h"
 #include "core/token.h"
 
 #include <atomic>
@@ -64,6 +65,13 @@ struct Block {
   /// Of a Shared Block: its memory, and the version there that `version` accounts for.
   std::shared_ptr<SharedMemory> shared;
   std::uint64_t seenVersion = 0;
+  /// Set where the memory is a mapping of a file: Note [File-backed Blocks].
+  std::shared_ptr<FileBytes> file;
+
+  /// What device copies keep the remainder of, by kAlignment. A tensor's place in a file says nothing of how it is to be aligned.
+  std::uintptr_t address() const noexcept {
+    return file ? 0 : reinterpret_cast<std::uintptr_t>(data);
+  }
 };
 
 } // namespace offload

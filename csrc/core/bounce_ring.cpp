@@ -27,8 +27,11 @@ struct BounceRing::Region {
   std::array<Chunk, kChunks> chunks;
 };
 
-BounceRing::BounceRing(Link& link, std::size_t chunkBytes)
-    : link_(link), chunkBytes_(chunkBytes), refused_(!link.wantsRegistration()) {}
+BounceRing::BounceRing(Link& link, std::size_t chunkBytes, Locking locking)
+    : link_(link),
+      chunkBytes_(chunkBytes),
+      locking_(locking),
+      refused_(locking == Locking::Required && !link.wantsRegistration()) {}
 
 BounceRing::~BounceRing() = default;
 
@@ -43,12 +46,12 @@ BounceRing::Taken BounceRing::take() {
     {
       const std::lock_guard lock(mutex_);
       if (region == nullptr) {
-        refused_ = true;
-      } else {
-        regions_.push_back(std::move(region));
-        idle_.reserve(regions_.size() * kChunks); // so that giving back never allocates
-        for (Chunk& fresh : regions_.back()->chunks) idle_.push_back(&fresh);
+        refused_ = locking_ == Locking::Required;
+        return {nullptr, {this}};
       }
+      regions_.push_back(std::move(region));
+      idle_.reserve(regions_.size() * kChunks); // so that giving back never allocates
+      for (Chunk& fresh : regions_.back()->chunks) idle_.push_back(&fresh);
     }
     chunk = oldest();
   }
@@ -77,8 +80,8 @@ std::unique_ptr<BounceRing::Region> BounceRing::newRegion() {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) return nullptr;
   auto region = std::make_unique<Region>(link_, data, bytes);
-  region->registered = link_.registerHost(data, bytes);
-  if (!region->registered) return nullptr;
+  region->registered = link_.wantsRegistration() && link_.registerHost(data, bytes);
+  if (!region->registered && locking_ == Locking::Required) return nullptr;
   // A fork would copy every page-locked page on the spot.
   madvise(data, bytes, MADV_DONTFORK);
   for (std::size_t i = 0; i < kChunks; ++i) region->chunks[i].data = static_cast<std::byte*>(data) + i * chunkBytes_;

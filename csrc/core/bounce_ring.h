@@ -31,8 +31,13 @@ class BounceRing {
   };
   using Taken = std::unique_ptr<Chunk, GiveBack>;
 
+  enum class Locking {
+    Required, // chunks are page-locked, or there are none
+    Preferred, // whoever copies has no other memory to copy from
+  };
+
   /// Takes memory from the system when it is first needed, `kChunks` at a time, and keeps it.
-  BounceRing(Link& link, std::size_t chunkBytes);
+  BounceRing(Link& link, std::size_t chunkBytes, Locking locking = Locking::Required);
   /// Waits for the last uses. Nobody may have a chunk.
   ~BounceRing();
   BounceRing(const BounceRing&) = delete;
@@ -41,7 +46,8 @@ class BounceRing {
   std::size_t chunkBytes() const noexcept {
     return chunkBytes_;
   }
-  /// Null where no page-locked memory is to be had, or none is wanted. Never waits.
+  /// Null where no page-locked memory is to be had, or none is wanted; where that is not required, only if the system has no
+  /// memory at all. Never waits.
   Taken take();
   /// Gives a chunk back for the one in use longest ago, or keeps it where there is no other.
   void exchange(Taken& chunk);
@@ -55,10 +61,11 @@ class BounceRing {
 
   Link& link_;
   const std::size_t chunkBytes_;
+  const Locking locking_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Region>> regions_;
   std::vector<Chunk*> idle_; // the one given back first in front
-  /// The system is not asked again once it has refused: each time would cost milliseconds.
+  /// The system is not asked again for page-locked memory once it has refused: each time would cost milliseconds.
   bool refused_;
 };
 

@@ -20,7 +20,7 @@ constexpr int kMostCopies = 8;
 constexpr std::uint64_t kMostPatience = 1024;
 
 std::size_t shiftOf(const Block& block, Extent extent) {
-  return (reinterpret_cast<std::uintptr_t>(block.data) + extent.begin) % kAlignment;
+  return (block.address() + extent.begin) % kAlignment;
 }
 
 } // namespace

@@ -44,6 +44,7 @@ const Residency::Device& Residency::device(int index) const {
 
 Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   refuseCapture(stream, "fetch");
+  readErrors_.raise();
   settle();
   if (extent.bytes() == 0) return {};
   requireWithin(block, extent);
@@ -71,12 +72,13 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     return pinned;
   }
 
-  const std::size_t shift = (reinterpret_cast<std::uintptr_t>(block.data) + extent.begin) % kAlignment;
+  const std::size_t shift = (block.address() + extent.begin) % kAlignment;
   slot = std::make_shared<Slot>();
   slot->extent = extent;
   slot->device = stream.device;
   slot->version = block.version;
   slot->buffer.bytes = extent.bytes() + shift;
+  if (block.file) retireStale(block, retired); // of a read that has failed
   const std::size_t bytes = slot->buffer.bytes;
   const bool room = dev.queue.budgetedBytes() + bytes <= dev.budget;
   const bool stays = room && dev.schedule.keeps(block, extent, room);
@@ -122,7 +124,13 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
 void Residency::copyIn(Slot& slot, const Block& block, Device& dev, const std::vector<Token>& after, TokenSet& reads) {
   if (options_.poison) link_.fill(slot.buffer.data, 0xFF, slot.buffer.bytes, slot.buffer.home);
   const auto* host = static_cast<const std::byte*>(block.data) + slot.extent.begin;
-  slot.ready = dev.transfer.toDevice(slot.data, host, slot.extent.bytes(), memoryOf(block), after, reads);
+  if (block.file && block.file->inFile()) {
+    block.file->prepare(Access::Read);
+    slot.fileFailures = block.file->failures();
+    slot.ready = dev.transfer.fileToDevice(slot.data, block.file, slot.extent, after, reads, readErrors_);
+  } else {
+    slot.ready = dev.transfer.toDevice(slot.data, host, slot.extent.bytes(), memoryOf(block), after, reads);
+  }
 }
 
 DeviceBuffer Residency::allocate(Device& dev, std::size_t bytes) {
@@ -137,7 +145,17 @@ DeviceBuffer Residency::allocate(Device& dev, std::size_t bytes) {
 
 // ---- host access
 
+void Residency::prepareForWrite(Block& block) {
+  if (block.file && block.file->inFile()) hostWait([&block] { block.file->prepare(Access::Write); });
+}
+
 HostLease Residency::lease(Block& block, Access access) {
+  readErrors_.raise();
+  if (access == Access::Write) {
+    prepareForWrite(block);
+  } else if (block.file) {
+    block.file->prepare(access);
+  }
   std::vector<Token> inTheWay;
   {
     Lock lock(mutex_);
@@ -172,6 +190,7 @@ void Residency::markWritten(Block& block) {
   Slots retired;
   {
     Lock lock(mutex_);
+    if (block.file) block.file->markWritten();
     block.hostVersion = ++block.version;
     if (block.shared) block.shared->bump();
     retireStale(block, retired);
@@ -204,7 +223,7 @@ std::vector<Token> Residency::forget(Block& block) noexcept {
 
 std::shared_ptr<Slot> Residency::find(const Block& block, Extent extent, int index) const {
   for (const auto& slot : block.slots) {
-    if (slot->device == index && slot->version == block.version && slot->extent.contains(extent)) return slot;
+    if (slot->device == index && holdsNewest(*slot, block) && slot->extent.contains(extent)) return slot;
   }
   return nullptr;
 }
@@ -238,7 +257,7 @@ std::size_t Residency::ring(std::size_t bytes) const {
 
 void Residency::retireStale(Block& block, Slots& retired) {
   for (const auto& slot : Slots(block.slots)) {
-    if (slot->version == block.version) continue;
+    if (holdsNewest(*slot, block)) continue;
     SlotQueue& queue = device(slot->device).queue;
     queue.move(slot, Share::Passing); // also where it was Dirty: nobody wants those bytes home any more
     if (slot->pins == 0) queue.retire(slot, retired);
@@ -358,8 +377,11 @@ void Residency::drain(bool close) {
   for (auto& dev : devices_) {
     dev->transfer.drain();
   }
-  Lock lock(mutex_);
-  closed_ = closed_ || close;
+  {
+    Lock lock(mutex_);
+    closed_ = closed_ || close;
+  }
+  readErrors_.raise();
 }
 
 void Residency::setRingBytes(std::size_t bytes) {

@@ -86,7 +86,8 @@ class Residency {
   /// Copies an extent home from device memory that somebody else owns. Work enqueued on `producer` later may overwrite it.
   void store(Block& block, Extent extent, const void* device, Stream producer);
 
-  /// See HostLease. The only call here that may wait, but for writes to a Shared Block.
+  /// See HostLease. The only call here that may wait, but for writes to a Shared Block, and for a store that is the first write to bytes
+  /// of a file.
   HostLease lease(Block& block, Access access);
 
   /// Marks bytes that were changed behind this library's back, under a lease that reads, as written.
@@ -102,7 +103,8 @@ class Residency {
   /// not say how much it wants. Called now and then it gives `most`; called in every pass it gives `usual`, and an automatic budget
   /// leaves that much free from then on, while it is called.
   std::size_t relieve(int device, std::size_t free, std::size_t usual, std::size_t most) noexcept;
-  /// Waits for every copy of this Residency; afterwards, with `close`, Pins are let go without touching the device.
+  /// Waits for every copy of this Residency; afterwards, with `close`, Pins are let go without touching the device. Throws what
+  /// no other call has told yet of copies that have failed meanwhile.
   void drain(bool close);
 
   void setRingBytes(std::size_t bytes);
@@ -175,6 +177,7 @@ class Residency {
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
   void endLease(Block& block, Access access) noexcept;
   void refuseCapture(Stream stream, const char* what);
+  void prepareForWrite(Block& block);
 
   Link& link_;
   EventPool events_;
@@ -184,6 +187,8 @@ class Residency {
   std::optional<std::size_t> budgetBytes_;
   std::uint32_t writesOfGradients_ = 1;
   const ResidencyOptions options_;
+  /// Reads of files that failed in a host task: the next fetch, lease or drain throws.
+  DeferredError readErrors_;
   std::vector<std::unique_ptr<Device>> devices_;
   /// What the Link would not do when it was due, and settle() tries again: unpins on a stream that was being captured, when no
   /// event may be recorded, and memory that could not be ordered after its uses.

@@ -7,6 +7,7 @@
 #include <cassert>
 #include <list>
 #include <memory>
+#include <optional>
 
 namespace offload {
 
@@ -67,6 +68,7 @@ struct Slot {
   int device = 0;
   SlotState state = SlotState::Fetching;
   std::uint64_t version = 0;
+  std::optional<std::uint64_t> fileFailures; // of its Block's file when the bytes were asked for, where they came from there
   DeviceBuffer buffer;
   std::byte* data = nullptr; // where the extent begins within the buffer
   /// The last write to the device bytes.
@@ -85,5 +87,10 @@ struct Slot {
   bool isListed = false;
   bool isAhead = false; // the list is that of Slots which are passing and expected
 };
+
+/// Whether the newest bytes of its Block are here: nobody has written since, and no read of its file has failed.
+inline bool holdsNewest(const Slot& slot, const Block& block) {
+  return slot.version == block.version && (!slot.fileFailures || slot.fileFailures == block.file->failures());
+}
 
 } // namespace offload

@@ -59,7 +59,7 @@ void SlotQueue::pin(const std::shared_ptr<Slot>& slot) {
 void SlotQueue::unpin(const std::shared_ptr<Slot>& slot, bool keep, Slots& retired) {
   if (--slot->pins > 0) return;
   stats.pinnedBytes -= slot->buffer.bytes;
-  const bool newest = slot->block != nullptr && slot->version == slot->block->version;
+  const bool newest = slot->block != nullptr && holdsNewest(*slot, *slot->block);
   if (newest && slot->share == Share::Dirty) return;
   if (keep && newest && slot->state == SlotState::Clean) {
     enlist(slot);

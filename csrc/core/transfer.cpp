@@ -1,5 +1,6 @@
 #include "core/transfer.h"
 
+#include "core/error.h"
 #include "core/host_copy.h"
 
 #include <algorithm>
@@ -23,14 +24,16 @@ Transfer::Transfer(Link& link, EventPool& events, int device, TransferOptions op
       events_(events),
       delay_(options.delay),
       toDevice_(link, events, device, options.chunkBytes),
-      toHost_(link, events, device, options.chunkBytes) {}
+      toHost_(link, events, device, options.chunkBytes),
+      files_(link, options.chunkBytes, BounceRing::Locking::Preferred) {}
 
 Token Transfer::toDevice(
     void* device, const void* host, std::size_t bytes, HostMemory memory, std::span<const Token> after, TokenSet& reads) {
   if (memory == HostMemory::Pageable) {
     if (auto chunk = toDevice_.ring.take()) {
       const auto* const from = static_cast<const std::byte*>(host);
-      return bounceToDevice(std::move(chunk), static_cast<std::byte*>(device), from, bytes, after, reads);
+      const auto filling = [from](std::byte* to, std::size_t at, std::size_t piece) { return copyTask(to, from + at, piece); };
+      return bounceToDevice(toDevice_.ring, std::move(chunk), static_cast<std::byte*>(device), bytes, filling, after, reads);
     }
   }
   orderBefore(after, deviceBound());
@@ -41,15 +44,31 @@ Token Transfer::toDevice(
   return done;
 }
 
+Token Transfer::fileToDevice(
+    void* device, const std::shared_ptr<FileBytes>& file, Extent extent, std::span<const Token> after, TokenSet& reads,
+    DeferredError& errors) {
+  auto chunk = files_.take();
+  if (!chunk) {
+    throw OutOfMemory(
+        OutOfMemory::Where::Host, files_.chunkBytes(),
+        "offload: the system refused " + std::to_string(files_.chunkBytes()) +
+            " bytes of host memory to read a file into: free tensors, or use a machine with more memory.");
+  }
+  const auto filling = [&](std::byte* to, std::size_t at, std::size_t piece) {
+    return FileBytes::readTask(file, {extent.begin + at, extent.begin + at + piece}, to, errors);
+  };
+  return bounceToDevice(files_, std::move(chunk), static_cast<std::byte*>(device), extent.bytes(), filling, after, reads);
+}
+
 Token Transfer::bounceToDevice(
-    BounceRing::Taken chunk, std::byte* device, const std::byte* host, std::size_t bytes, std::span<const Token> after,
-    TokenSet& reads) {
+    BounceRing& ring, BounceRing::Taken chunk, std::byte* device, std::size_t bytes, const Filling& filling,
+    std::span<const Token> after, TokenSet& reads) {
   orderBefore(after, toDevice_.executor.stream());
   Token done;
-  for (std::size_t at = 0; at < bytes; at += toDevice_.ring.chunkBytes()) {
-    if (at > 0) toDevice_.ring.exchange(chunk);
-    const std::size_t piece = std::min(bytes - at, toDevice_.ring.chunkBytes());
-    chunk->lastUse = toDevice_.executor.submit(copyTask(chunk->data, host + at, piece), {&chunk->lastUse, 1});
+  for (std::size_t at = 0; at < bytes; at += ring.chunkBytes()) {
+    if (at > 0) ring.exchange(chunk);
+    const std::size_t piece = std::min(bytes - at, ring.chunkBytes());
+    chunk->lastUse = toDevice_.executor.submit(filling(chunk->data, at, piece), {&chunk->lastUse, 1});
     reads.add(chunk->lastUse);
     chunk->lastUse.orderBefore(deviceBound());
     send(device + at, chunk->data, piece);

@@ -3,9 +3,12 @@
 
 #include "core/bounce_ring.h"
 #include "core/executor.h"
+#include "core/file_bytes.h"
 
 #include <atomic>
 #include <chrono>
+#include <functional>
+#include <memory>
 #include <span>
 
 namespace offload {
@@ -44,6 +47,11 @@ class Transfer {
   /// The same the other way; `uses` gets what tells that neither end is used any more.
   Token toHost(
       void* host, const void* device, std::size_t bytes, HostMemory memory, std::span<const Token> after, TokenSet& uses);
+  /// Like toDevice(), from a file. Reads that fail are kept in `errors`, which outlives this. Throws OutOfMemory where the system has
+  /// no memory to read into.
+  Token fileToDevice(
+      void* device, const std::shared_ptr<FileBytes>& file, Extent extent, std::span<const Token> after, TokenSet& reads,
+      DeferredError& errors);
 
   /// Where memory that is filled by toDevice() is allocated and given back.
   Stream deviceBound() const noexcept {
@@ -66,9 +74,12 @@ class Transfer {
     BounceRing ring; // goes first: it waits for what uses it
   };
 
+  /// The task that fills a chunk with `bytes` bytes of the host's, from `at` on.
+  using Filling = std::function<HostTask(std::byte* chunk, std::size_t at, std::size_t bytes)>;
+
   Token bounceToDevice(
-      BounceRing::Taken chunk, std::byte* device, const std::byte* host, std::size_t bytes, std::span<const Token> after,
-      TokenSet& reads);
+      BounceRing& ring, BounceRing::Taken chunk, std::byte* device, std::size_t bytes, const Filling& filling,
+      std::span<const Token> after, TokenSet& reads);
   Token bounceToHost(BounceRing::Taken chunk, std::byte* host, const std::byte* device, std::size_t bytes, TokenSet& uses);
   void send(void* device, const void* host, std::size_t bytes);
   void receive(void* host, const void* device, std::size_t bytes);
@@ -79,6 +90,7 @@ class Transfer {
   const std::chrono::microseconds delay_;
   Lane toDevice_;
   Lane toHost_;
+  BounceRing files_; // for toDevice_; goes first, too
   std::atomic<std::uint64_t> bytesToDevice_{0};
   std::atomic<std::uint64_t> bytesToHost_{0};
   std::atomic<std::uint64_t> copiesToDevice_{0};

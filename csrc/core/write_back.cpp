@@ -62,6 +62,7 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   settle();
   if (extent.bytes() == 0) return;
   requireWithin(block, extent);
+  prepareForWrite(block);
   Device& dev = device(producer.device);
   std::vector<Token> after{events_.record(producer)};
   Slots retired;
@@ -143,6 +144,7 @@ void Residency::writeHome(Lock& lock, const std::shared_ptr<Slot>& slot) {
   TokenSet home;
   std::exception_ptr failure;
   try {
+    if (block.file) block.file->prepare(Access::Write);
     dev.transfer.toHost(block.data, slot->data, block.bytes, memoryOf(block), after, home);
   } catch (...) {
     failure = std::current_exception();

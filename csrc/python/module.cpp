@@ -8,6 +8,7 @@
 #include "compat/accelerator.h"
 #include "compat/torch_version.h"
 #include "core/host_wait.h"
+#include "python/file_bindings.h"
 
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
@@ -36,6 +37,7 @@ int checkedIndex(int index) {
 py::dict statistics(int index) {
   py::dict result;
   const Context* now = Context::ifCreated();
+  result["host.file_bytes.current"] = now != nullptr ? now->fileBytes() : 0;
   const ArenaStats host = now != nullptr ? now->arena().stats() : ArenaStats{};
   result["host.allocated_bytes.current"] = now != nullptr ? now->hostBytes() : 0;
   result["host.allocated_bytes.peak"] = now != nullptr ? now->hostBytesPeak() : 0;
@@ -137,6 +139,7 @@ PYBIND11_MODULE(_C, m) {
     if (context().hasCache()) context().residency().setBudget(bytes);
   });
   m.def("ring_bytes", [] { return context().hasCache() ? context().residency().ringBytes() : 0; });
+  bindFiles(m);
   m.def("set_ring_bytes", [](std::size_t bytes) {
     if (context().hasCache()) context().residency().setRingBytes(bytes);
   });

@@ -60,6 +60,8 @@ struct BasicRig {
       auto pending = rig->cache.forget(*block);
       if (block->shared) {
         rig->arena.keepAlive(std::move(block->shared), std::move(pending));
+      } else if (block->file) {
+        rig->arena.keepAlive(block->file, std::move(pending));
       } else {
         rig->arena.free(block->data, std::move(pending));
       }
@@ -77,6 +79,12 @@ struct BasicRig {
     BlockPtr block = newBlock(value.size());
     write(*block, value);
     return block;
+  }
+  BlockPtr fileBlock(std::shared_ptr<File> file, std::uint64_t offset, std::size_t bytes) {
+    auto part = std::make_shared<FileBytes>(std::move(file), offset, bytes);
+    auto* block = new Block(part->data(), bytes, BlockKind::Foreign, Born::Host, 0);
+    block->file = std::move(part);
+    return {block, Return{this}};
   }
 
   BlockPtr newSharedBlock(std::shared_ptr<SharedMemory> memory) {

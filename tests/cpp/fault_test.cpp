@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "core_rig.h"
+#include "test_file.h"
 
 namespace offload {
 namespace {
@@ -11,10 +12,12 @@ using namespace core_test;
 
 constexpr std::size_t kBytes = 1000;
 
-CoreOptions options(std::uint64_t seed, bool pageable) {
+enum class Memory { Pinned, Pageable, File };
+
+CoreOptions options(std::uint64_t seed, Memory memory) {
   CoreOptions options;
   options.sim.seed = seed;
-  options.arena.pinnedLimit = pageable ? 0 : SIZE_MAX;
+  options.arena.pinnedLimit = memory == Memory::Pageable ? 0 : SIZE_MAX;
   options.cache.chunkBytes = kBytes / 4;
   options.cache.ringBytes = 1024;
   options.cache.poison = seed % 2 == 1;
@@ -22,9 +25,13 @@ CoreOptions options(std::uint64_t seed, bool pageable) {
 }
 
 struct Faulty {
-  explicit Faulty(const CoreOptions& options) : rig(options) {
-    one = rig.newBlock(pattern(1, kBytes));
-    two = rig.newBlock(pattern(2, kBytes));
+  Faulty(const CoreOptions& options, Memory memory) : rig(options) {
+    one = newBlock(pattern(1, kBytes), memory);
+    two = newBlock(pattern(2, kBytes), memory);
+  }
+  Rig::BlockPtr newBlock(const Bytes& value, Memory memory) {
+    if (memory != Memory::File) return rig.newBlock(value);
+    return rig.fileBlock(std::make_shared<File>(TestFile(value).path()), 0, value.size());
   }
 
   Rig rig;
@@ -132,11 +139,11 @@ void expectWholeAfter(Faulty& on) {
   EXPECT_EQ(on.rig.arena.stats().shared, 0U);
 }
 
-void failEachCall(const Scenario& scenario, std::uint64_t seed, bool pageable) {
+void failEachCall(const Scenario& scenario, std::uint64_t seed, Memory memory) {
   bool failed = true;
   for (std::uint64_t n = 1; failed; ++n) {
     SCOPED_TRACE(std::string(scenario.name) + ", call " + std::to_string(n) + ", seed " + std::to_string(seed));
-    Faulty on(options(seed, pageable));
+    Faulty on(options(seed, memory), memory);
     scenario.before(on);
     on.rig.link.fail(n);
     try {
@@ -152,8 +159,12 @@ void failEachCall(const Scenario& scenario, std::uint64_t seed, bool pageable) {
   }
 }
 
-class Fault : public testing::TestWithParam<bool> {};
-INSTANTIATE_TEST_SUITE_P(Memory, Fault, testing::Bool(), [](const auto& info) { return info.param ? "Pageable" : "Pinned"; });
+class Fault : public testing::TestWithParam<Memory> {};
+std::string nameOf(const testing::TestParamInfo<Memory>& info) {
+  if (info.param == Memory::File) return "File";
+  return info.param == Memory::Pageable ? "Pageable" : "Pinned";
+}
+INSTANTIATE_TEST_SUITE_P(Memory, Fault, testing::Values(Memory::Pinned, Memory::Pageable, Memory::File), nameOf);
 
 TEST_P(Fault, EachCallFailsOnce) {
   for (const Scenario& scenario : scenarios()) {
@@ -170,7 +181,7 @@ TEST_P(Fault, TheDeviceIsLost) {
       SCOPED_TRACE(std::string(scenario.name) + ", call " + std::to_string(n));
       CoreOptions lost = options(n, GetParam());
       lost.sim.detectRaces = false; // nothing can be ordered any more
-      Faulty on(lost);
+      Faulty on(lost, GetParam());
       scenario.before(on);
       on.rig.link.fail(n, Failing::FromThenOn);
       try {
@@ -201,7 +212,7 @@ TEST_P(Fault, TheDeviceIsLost) {
 TEST_P(Fault, AFailedFetchHasReadTheHostBytes) {
   // Whichever call fails, a copy that was enqueued before is waited for by the next write.
   for (std::uint64_t n = 1; n < 60; ++n) {
-    Faulty on(options(n, GetParam()));
+    Faulty on(options(n, GetParam()), GetParam());
     on.rig.link.fail(n);
     try {
       on.rig.cache.fetch(*on.one, {0, kBytes}, on.stream);

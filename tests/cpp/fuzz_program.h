@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core_rig.h"
+#include "test_file.h"
 
 namespace offload::core_test {
 
@@ -80,7 +81,7 @@ class Program {
     Rig::BlockPtr block;
     Bytes bytes;
     bool known = true; // not after a failure has left the bytes unspecified
-    std::shared_ptr<Bytes> foreign;
+    std::shared_ptr<void> foreign; // memory that is not the Arena's
     HostLease lease;
     Access access = Access::Read;
 
@@ -215,8 +216,17 @@ class Program {
     const std::size_t bytes = 1 + random_.below(kMostBytes);
     model.bytes = value(bytes);
     if (random_.oneIn(4)) {
-      model.foreign = std::make_shared<Bytes>(model.bytes);
-      model.block = {new Block(model.foreign->data(), bytes, BlockKind::Foreign, Born::Host, 0), Rig::Return{&rig_}};
+      if (bytes % 2 == 0) {
+        const std::size_t offset = bytes % 100;
+        Bytes contents(offset);
+        contents.insert(contents.end(), model.bytes.begin(), model.bytes.end());
+        model.block = rig_.fileBlock(std::make_shared<File>(TestFile(contents).path()), offset, bytes);
+        model.foreign = model.block->file;
+      } else {
+        auto memory = std::make_shared<Bytes>(model.bytes);
+        model.block = {new Block(memory->data(), bytes, BlockKind::Foreign, Born::Host, 0), Rig::Return{&rig_}};
+        model.foreign = std::move(memory);
+      }
     } else {
       model.block = rig_.newBlock(bytes);
       model.known = false;
@@ -284,7 +294,7 @@ class Program {
     }
     const std::uint64_t hits = rig_.cache.stats(on.device).hits;
     Pin pin = rig_.cache.fetch(*from.block, {part.begin, part.begin + part.bytes}, on);
-    const auto host = reinterpret_cast<std::uintptr_t>(from.block->data) + part.begin;
+    const auto host = from.block->address() + part.begin;
     check((reinterpret_cast<std::uintptr_t>(pin.data()) - host) % kAlignment == 0, "a Slot lost its address's remainder");
     const ResidencyStats stats = rig_.cache.stats(on.device);
     const std::size_t fits = std::max(rig_.cache.ringBytes(), 2 * (part.bytes + kAlignment));

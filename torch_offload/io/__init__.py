@@ -1,0 +1,1 @@
+"""Files of tensors: what ``torch_offload.load`` is made of."""
