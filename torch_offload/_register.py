@@ -16,6 +16,7 @@ def register(extension: ModuleType) -> None:
         _init,
         _library,
         _optimizer,
+        _purposes,
         _serialization,
         device,
     )
@@ -28,6 +29,7 @@ def register(extension: ModuleType) -> None:
     _guest.leave_defaults_alone()
     _serialization.register()
     _optimizer.register()
+    _purposes.register()
     _functions.register()
     _init.register()
     _library.register()

@@ -115,9 +115,12 @@ def memory_stats(device: _Device = None) -> dict[str, Any]:
 
     Returns:
         ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held from the system (``reserved``), and
-        that are page-locked (``pinned``). ``device.*``: bytes of the cache on the GPU. ``cache.*``: fetches, hits and
-        evictions. ``link.*``: bytes and copies in each direction. ``host_fallbacks``: how often an operation on offload tensors
-        alone had no CUDA kernel and ran on the host, by its name.
+        that are page-locked (``pinned``). ``host.*_bytes`` and ``host.*_count`` are bytes and numbers of storages by purpose,
+        and add up to ``host.allocated_bytes`` and ``host.allocated_count``: ``parameter`` (what a module holds, or a leaf that
+        requires gradients), ``gradient``, ``optimizer`` (its state, from the end of the step that made it on), ``activation``
+        (results of operations) and ``temporary`` (everything else). ``device.*``: bytes of the cache on the GPU.
+        ``cache.*``: fetches, hits and evictions. ``link.*``: bytes and copies in each direction. ``host_fallbacks``: how often
+        an operation on offload tensors alone had no CUDA kernel and ran on the host, by its name.
     """
     return _C.statistics(_index(device))
 

@@ -162,8 +162,10 @@ c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born b
   return listed(block);
 }
 
-c10::DataPtr Context::foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner) {
+c10::DataPtr Context::foreignBlock(
+    void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner, Purpose purpose) {
   auto* block = new Block(data, bytes, BlockKind::Foreign, Born::Host, index);
+  block->purpose = purpose;
   block->owner = std::move(owner);
   return listed(block);
 }
@@ -171,8 +173,7 @@ c10::DataPtr Context::foreignBlock(void* data, std::size_t bytes, c10::DeviceInd
 c10::DataPtr Context::listed(Block* block) {
   std::lock_guard lock(blocksMutex_);
   blocks_[block->data] = block;
-  hostBytes_ += block->bytes;
-  hostBytesPeak_ = std::max(hostBytesPeak_.load(), hostBytes_.load());
+  accounts_.open(*block);
   return {block->data, block, &Context::deleteBlock, c10::Device(kOffload, static_cast<c10::DeviceIndex>(block->device))};
 }
 
@@ -184,7 +185,7 @@ void Context::deleteBlock(void* context) noexcept {
     std::lock_guard lock(self.blocksMutex_);
     const auto found = self.blocks_.find(block->data);
     if (found != self.blocks_.end() && found->second == block.get()) self.blocks_.erase(found);
-    self.hostBytes_ -= block->bytes;
+    self.accounts_.close(*block);
   }
   std::vector<Token> pending;
   if (self.residency_) pending = self.residency_->forget(*block);

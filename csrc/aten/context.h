@@ -2,12 +2,12 @@
 #pragma once
 
 #include "core/arena.h"
+#include "core/host_accounts.h"
 #include "core/residency.h"
 
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -73,21 +73,19 @@ class Context {
   Stream currentStream(c10::DeviceIndex index) const;
 
   /// Host memory for a storage of `offload:index`. The DataPtr owns the Block.
-  c10::DataPtr newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose = Purpose::Unknown);
+  c10::DataPtr newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose = Purpose::Temporary);
   /// The same over memory of somebody else, which `owner` keeps alive.
-  c10::DataPtr foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner);
+  c10::DataPtr foreignBlock(
+      void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner, Purpose purpose = Purpose::Temporary);
 
   /// The Block whose host bytes begin at an address; null if there is none.
   Block* blockAt(const void* data) const;
-  /// Host bytes of all Blocks, whoever's memory it is: now, and at most since the peak was reset.
-  std::size_t hostBytes() const noexcept {
-    return hostBytes_;
+  /// Host bytes of all Blocks, whoever's memory it is, and what they are for.
+  HostAccounts& accounts() noexcept {
+    return accounts_;
   }
-  std::size_t hostBytesPeak() const noexcept {
-    return hostBytesPeak_;
-  }
-  void resetHostPeak() noexcept {
-    hostBytesPeak_ = hostBytes_.load();
+  const HostAccounts& accounts() const noexcept {
+    return accounts_;
   }
 
   /// Takes the right to read or to write host bytes; an empty lease where there is no cache to keep true.
@@ -107,8 +105,7 @@ class Context {
   std::unique_ptr<Residency> residency_;
   mutable std::mutex blocksMutex_;
   std::unordered_map<const void*, Block*> blocks_;
-  std::atomic<std::size_t> hostBytes_{0};
-  std::atomic<std::size_t> hostBytesPeak_{0};
+  HostAccounts accounts_;
 };
 
 /// The number of devices `offload:i`: one for each CUDA device, at least one. Does not touch the GPU.

@@ -75,10 +75,11 @@ c10::Storage hostAliasStorage(const c10::Storage& offload) {
   return {c10::Storage::use_byte_size_t(), offload.nbytes(), std::move(data), c10::GetAllocator(c10::kCPU), true};
 }
 
-at::Tensor emptyOffload(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device, Born born) {
+at::Tensor emptyOffload(
+    at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device, Born born, Purpose purpose) {
   const auto meta = c10::scalarTypeToTypeMeta(type);
   const std::size_t bytes = at::detail::computeStorageNbytes(sizes, strides, meta.itemsize());
-  auto data = Context::get().newBlock(bytes, withIndex(device).index(), born);
+  auto data = Context::get().newBlock(bytes, withIndex(device).index(), born, purpose);
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), offloadAllocator(), true);
   auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keysOf(kOffload), meta);
   result.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
@@ -109,11 +110,12 @@ c10::Device withIndex(c10::Device device) {
 
 void resizeStorage(c10::StorageImpl& storage, std::size_t bytes) {
   const c10::Device device = storage.device();
-  const bool old = storage.nbytes() > 0;
+  Block* const old = storage.nbytes() > 0 ? &blockOf(storage) : nullptr;
   Context& context = Context::get();
-  c10::DataPtr data = context.newBlock(bytes, device.index(), old ? blockOf(storage).born : Born::Host);
-  if (old && bytes > 0) {
-    HostLease from = context.lease(blockOf(storage), Access::Read);
+  c10::DataPtr data = old != nullptr ? context.newBlock(bytes, device.index(), old->born, old->purpose)
+                                     : context.newBlock(bytes, device.index(), Born::Host);
+  if (old != nullptr && bytes > 0) {
+    HostLease from = context.lease(*old, Access::Read);
     HostLease to = context.lease(*static_cast<Block*>(data.get_context()), Access::Write);
     std::memcpy(data.get(), storage.data(), std::min(bytes, storage.nbytes()));
   }

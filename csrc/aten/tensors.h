@@ -25,7 +25,9 @@ at::Tensor hostAlias(const at::Tensor& offload);
 c10::Storage hostAliasStorage(const c10::Storage& offload);
 
 /// An uninitialized tensor on `device`.
-at::Tensor emptyOffload(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device, Born born);
+at::Tensor emptyOffload(
+    at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device, Born born,
+    Purpose purpose = Purpose::Temporary);
 
 /// Lets an in-place write to either tensor be seen by what autograd saved of the other.
 void shareVersionCounter(const at::Tensor& from, const at::Tensor& to);

@@ -2,8 +2,10 @@
 #pragma once
 
 #include "core/extent.h"
+#include "core/purpose.h"
 #include "core/token.h"
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -17,9 +19,6 @@ enum class BlockKind {
   Pageable, // memory of the Arena that the system would not lock, or where there is nothing to copy to
   Foreign, // memory of somebody else, kept alive by the Block's owner
 };
-
-/// What a storage is for, where that is known.
-enum class Purpose { Unknown, Gradient };
 
 /// Where a storage's first value came about. It never changes, so no result depends on what the cache holds.
 enum class Born { Host, Device };
@@ -35,7 +34,8 @@ struct Block {
   const std::size_t bytes;
   const BlockKind kind;
   const Born born;
-  Purpose purpose = Purpose::Unknown;
+  /// Raised by HostAccounts::claim() alone, at any time.
+  std::atomic<Purpose> purpose = Purpose::Temporary;
   const int device; // the index i of `offload:i`, and of the device that it is paired with
 
   /// Counts writes; the newest bytes have this version, wherever they are.

@@ -7,6 +7,7 @@
 #include "compat/accelerator.h"
 #include "compat/torch_version.h"
 #include "core/host_wait.h"
+#include "python/purposes.h"
 
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
@@ -34,8 +35,15 @@ py::dict statistics(int index) {
   py::dict result;
   const Context* now = Context::ifCreated();
   const ArenaStats host = now != nullptr ? now->arena().stats() : ArenaStats{};
-  result["host.allocated_bytes.current"] = now != nullptr ? now->hostBytes() : 0;
-  result["host.allocated_bytes.peak"] = now != nullptr ? now->hostBytesPeak() : 0;
+  const AccountsStats accounts = now != nullptr ? now->accounts().stats() : AccountsStats{};
+  auto addAccount = [&result](const std::string& name, const AccountStats& account) {
+    result[py::str("host." + name + "_bytes.current")] = account.bytes;
+    result[py::str("host." + name + "_bytes.peak")] = account.bytesPeak;
+    result[py::str("host." + name + "_count.current")] = account.count;
+    result[py::str("host." + name + "_count.peak")] = account.countPeak;
+  };
+  addAccount("allocated", accounts.all);
+  for (const Purpose purpose : kPurposes) addAccount(nameOf(purpose), accounts.of(purpose));
   result["host.reserved_bytes.current"] = host.reserved;
   result["host.reserved_bytes.peak"] = host.reservedPeak;
   result["host.pinned_bytes.current"] = host.pinned;
@@ -63,7 +71,7 @@ py::dict statistics(int index) {
 void resetPeaks(int index) {
   Context* now = Context::ifCreated();
   if (now == nullptr) return;
-  now->resetHostPeak();
+  now->accounts().resetPeaks();
   now->arena().resetPeaks();
   if (now->hasCache()) now->residency().resetPeaks(checkedIndex(index));
 }
@@ -117,6 +125,7 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("enter_host_scope", &HostScope::enter);
   m.def("leave_host_scope", &HostScope::leave);
+  m.def("claim", &claimTensors, py::arg("tensors"), py::arg("purpose"));
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
   m.def("empty_cache", &emptyCache, py::call_guard<py::gil_scoped_release>());

@@ -1,0 +1,62 @@
+#include "core/host_accounts.h"
+
+#include <algorithm>
+
+namespace offload {
+namespace {
+
+void add(AccountStats& account, std::size_t bytes) {
+  account.bytes += bytes;
+  account.bytesPeak = std::max(account.bytesPeak, account.bytes);
+  ++account.count;
+  account.countPeak = std::max(account.countPeak, account.count);
+}
+
+void remove(AccountStats& account, std::size_t bytes) {
+  account.bytes -= bytes;
+  --account.count;
+}
+
+} // namespace
+
+AccountStats& HostAccounts::of(const Block& block) {
+  return stats_.purposes[static_cast<std::size_t>(block.purpose.load(std::memory_order_relaxed))];
+}
+
+void HostAccounts::open(const Block& block) {
+  const std::lock_guard lock(mutex_);
+  add(stats_.all, block.bytes);
+  add(of(block), block.bytes);
+}
+
+void HostAccounts::close(const Block& block) noexcept {
+  const std::lock_guard lock(mutex_);
+  remove(stats_.all, block.bytes);
+  remove(of(block), block.bytes);
+}
+
+void HostAccounts::claim(Block& block, Purpose purpose) {
+  if (block.purpose.load(std::memory_order_relaxed) >= purpose) return;
+  const std::lock_guard lock(mutex_);
+  if (block.purpose.load(std::memory_order_relaxed) >= purpose) return; // another thread was first
+  remove(of(block), block.bytes);
+  block.purpose.store(purpose, std::memory_order_relaxed);
+  add(of(block), block.bytes);
+}
+
+AccountsStats HostAccounts::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void HostAccounts::resetPeaks() {
+  const std::lock_guard lock(mutex_);
+  auto reset = [](AccountStats& account) {
+    account.bytesPeak = account.bytes;
+    account.countPeak = account.count;
+  };
+  reset(stats_.all);
+  for (AccountStats& account : stats_.purposes) reset(account);
+}
+
+} // namespace offload

@@ -1,0 +1,46 @@
+// How many host bytes there are of each purpose.
+#pragma once
+
+#include "core/block.h"
+
+#include <mutex>
+
+namespace offload {
+
+struct AccountStats {
+  std::size_t bytes = 0;
+  std::size_t bytesPeak = 0;
+  std::size_t count = 0; // of Blocks
+  std::size_t countPeak = 0;
+};
+
+struct AccountsStats {
+  const AccountStats& of(Purpose purpose) const noexcept {
+    return purposes[static_cast<std::size_t>(purpose)];
+  }
+
+  AccountStats all;
+  std::array<AccountStats, kPurposes.size()> purposes;
+};
+
+/// Every Block is on one account from open() to close(). At any moment the accounts add up to all there is. A Block that is claimed
+/// moves as it is: the peak of the account that it leaves keeps what it has been, because it was counted there.
+class HostAccounts {
+ public:
+  void open(const Block& block);
+  void close(const Block& block) noexcept;
+  /// Raises the purpose of an open Block; nothing where it is no lower. Does not wait for the device.
+  void claim(Block& block, Purpose purpose);
+
+  AccountsStats stats() const;
+  /// Makes every peak the current value.
+  void resetPeaks();
+
+ private:
+  AccountStats& of(const Block& block);
+
+  mutable std::mutex mutex_;
+  AccountsStats stats_;
+};
+
+} // namespace offload
