@@ -15,6 +15,7 @@ def register(extension: ModuleType) -> None:
         _guest,
         _init,
         _library,
+        _names,
         _optimizer,
         _purposes,
         _serialization,
@@ -30,6 +31,7 @@ def register(extension: ModuleType) -> None:
     _serialization.register()
     _optimizer.register()
     _purposes.register()
+    _names.register()
     _functions.register()
     _init.register()
     _library.register()

@@ -1,5 +1,6 @@
 #include "aten/context.h"
 
+#include "aten/activity_ranges.h"
 #include "aten/cuda_glue.h"
 #include "core/error.h"
 #include "core/link/sim_link.h"
@@ -127,6 +128,7 @@ Context::Context(const Settings& settings) {
   options.evictAtUnpin = settings.evictAtUnpin;
   options.poison = settings.poison;
   options.copyDelay = settings.copyDelay;
+  options.observer = &activityRanges();
   residency_ = std::make_unique<Residency>(*link_, options);
   if (backend_ != Backend::Cuda) return;
   cuda::relieveAllocatorBy(
@@ -189,6 +191,7 @@ void Context::deleteBlock(void* context) noexcept {
   }
   std::vector<Token> pending;
   if (self.residency_) pending = self.residency_->forget(*block);
+  forgetNames(*block);
   if (block->kind != BlockKind::Foreign) {
     self.arena_->free(block->data, std::move(pending));
   } else if (!pending.empty()) {

@@ -50,6 +50,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   Lock lock(mutex_);
   ++dev.queue.stats.fetches;
   if (dev.schedule.record(block, extent)) endPass(dev);
+  const std::byte* const hostData = static_cast<const std::byte*>(block.data) + extent.begin;
   auto slot = awaitNewest(lock, block, extent, stream.device);
   if (slot) {
     ++dev.queue.stats.hits;
@@ -58,6 +59,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
     lock.unlock();
     Pin pinned(*this, std::move(slot), data, stream);
+    observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose});
     if (!ready.done()) ready.orderBefore(stream); // once it is known to be done, neither call reaches the driver
     return pinned;
   }
@@ -67,6 +69,8 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   slot->extent = extent;
   slot->device = stream.device;
   slot->version = block.version;
+  slot->host = hostData;
+  slot->purpose = block.purpose;
   slot->buffer.bytes = extent.bytes() + shift;
   Slots retired;
   const std::size_t bytes = slot->buffer.bytes;
@@ -86,6 +90,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   try {
     slot->buffer = allocate(dev, slot->buffer.bytes);
     slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
+    const auto span = observe({Activity::Fetch, stream.device, hostData, extent.bytes(), block.purpose});
     copyIn(*slot, block, dev, after, stream, reads);
   } catch (...) {
     failure = std::current_exception();
@@ -109,8 +114,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
 void Residency::copyIn(
     Slot& slot, const Block& block, Device& dev, const std::vector<Token>& after, Stream stream, TokenSet& reads) {
   if (options_.poison) link_.fill(slot.buffer.data, 0xFF, slot.buffer.bytes, slot.buffer.home);
-  const auto* host = static_cast<const std::byte*>(block.data) + slot.extent.begin;
-  slot.ready = dev.transfer.toDevice(slot.data, host, slot.extent.bytes(), memoryOf(block), after, reads);
+  slot.ready = dev.transfer.toDevice(slot.data, slot.host, slot.extent.bytes(), memoryOf(block), after, reads);
   slot.ready.orderBefore(stream);
 }
 
@@ -141,7 +145,10 @@ HostLease Residency::lease(Block& block, Access access) {
     ++block.leases;
   }
   HostLease lease(*this, block, access);
-  for (const Token& token : inTheWay) token.wait();
+  if (!std::all_of(inTheWay.begin(), inTheWay.end(), [](const Token& token) { return token.knownDone(); })) {
+    const auto span = observe({Activity::Wait, -1, block.data, block.bytes, block.purpose});
+    for (const Token& token : inTheWay) token.wait();
+  }
   {
     Lock lock(mutex_);
     block.writers.prune();
@@ -250,6 +257,7 @@ void Residency::release(Slots& retired) noexcept {
       refused.push_back(std::move(slot));
       continue;
     }
+    observe({Activity::Evict, slot->device, slot->host, slot->extent.bytes(), slot->purpose});
     const DeviceBuffer buffer = std::exchange(slot->buffer, {});
     if (!buffer.owner) link_.free(buffer.data, buffer.home);
   }

@@ -24,6 +24,7 @@
 #pragma once
 
 #include "core/host_lease.h"
+#include "core/observer.h"
 #include "core/pin.h"
 #include "core/schedule.h"
 #include "core/slot_queue.h"
@@ -53,6 +54,8 @@ struct ResidencyOptions {
   std::chrono::microseconds copyDelay{0};
   /// Memory that is not page-locked is copied in pieces of this size.
   std::size_t chunkBytes = TransferOptions{}.chunkBytes;
+  /// Is told what happens; null: nobody is. It must outlive the Residency.
+  Observer* observer = nullptr;
 };
 
 /// Throws Error.
@@ -153,6 +156,10 @@ class Residency {
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
   void endLease(Block& block, Access access) noexcept;
   void refuseCapture(Stream stream, const char* what);
+  /// Not under the mutex.
+  std::unique_ptr<Observer::Span> observe(const Observation& observation) const noexcept {
+    return options_.observer != nullptr ? options_.observer->begin(observation) : nullptr;
+  }
 
   Link& link_;
   EventPool events_;

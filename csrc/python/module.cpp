@@ -1,4 +1,5 @@
 // The Python binding: thin, and nothing but it.
+#include "aten/activity_ranges.h"
 #include "aten/context.h"
 #include "aten/fetch.h"
 #include "aten/placement.h"
@@ -13,6 +14,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Device.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 namespace py = pybind11;
 
@@ -126,6 +128,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("enter_host_scope", &HostScope::enter);
   m.def("leave_host_scope", &HostScope::leave);
   m.def("claim", &claimTensors, py::arg("tensors"), py::arg("purpose"));
+  m.def("name_tensor", [](py::handle tensor, const std::string& name, bool replace) {
+    nameTensor(THPVariable_Unpack(tensor.ptr()), name, replace);
+  });
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
   m.def("empty_cache", &emptyCache, py::call_guard<py::gil_scoped_release>());
