@@ -205,6 +205,13 @@ Block* Context::blockAt(const void* data) const {
   return found == blocks_.end() ? nullptr : found->second;
 }
 
+std::unordered_map<const void*, Context::BlockInfo> Context::blocks() const {
+  std::unordered_map<const void*, BlockInfo> found;
+  std::lock_guard lock(blocksMutex_);
+  for (const auto& [data, block] : blocks_) found.emplace(data, BlockInfo{block->bytes, block->purpose});
+  return found;
+}
+
 HostLease Context::lease(Block& block, Access access) const {
   return residency_ ? residency_->lease(block, access) : HostLease();
 }

@@ -80,6 +80,12 @@ class Context {
 
   /// The Block whose host bytes begin at an address; null if there is none.
   Block* blockAt(const void* data) const;
+  struct BlockInfo {
+    std::size_t bytes;
+    Purpose purpose;
+  };
+  /// All Blocks, by where their host bytes begin.
+  std::unordered_map<const void*, BlockInfo> blocks() const;
   /// Host bytes of all Blocks, whoever's memory it is, and what they are for.
   HostAccounts& accounts() noexcept {
     return accounts_;

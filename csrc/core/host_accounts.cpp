@@ -27,12 +27,14 @@ void HostAccounts::open(const Block& block) {
   const std::lock_guard lock(mutex_);
   add(stats_.all, block.bytes);
   add(of(block), block.bytes);
+  history_.add(block, false);
 }
 
 void HostAccounts::close(const Block& block) noexcept {
   const std::lock_guard lock(mutex_);
   remove(stats_.all, block.bytes);
   remove(of(block), block.bytes);
+  history_.add(block, true);
 }
 
 void HostAccounts::claim(Block& block, Purpose purpose) {
@@ -47,6 +49,16 @@ void HostAccounts::claim(Block& block, Purpose purpose) {
 AccountsStats HostAccounts::stats() const {
   const std::lock_guard lock(mutex_);
   return stats_;
+}
+
+void HostAccounts::recordHistory(std::size_t most) {
+  const std::lock_guard lock(mutex_);
+  most > 0 ? history_.restart(most) : history_.stop();
+}
+
+std::vector<BlockEvent> HostAccounts::history() const {
+  const std::lock_guard lock(mutex_);
+  return {history_.events().begin(), history_.events().end()};
 }
 
 void HostAccounts::resetPeaks() {

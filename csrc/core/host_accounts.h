@@ -1,7 +1,7 @@
 // How many host bytes there are of each purpose.
 #pragma once
 
-#include "core/block.h"
+#include "core/block_history.h"
 
 #include <mutex>
 
@@ -36,11 +36,16 @@ class HostAccounts {
   /// Makes every peak the current value.
   void resetPeaks();
 
+  /// Keeps the last `most` events from now on, or, with 0, ends that; see BlockHistory.
+  void recordHistory(std::size_t most);
+  std::vector<BlockEvent> history() const;
+
  private:
   AccountStats& of(const Block& block);
 
   mutable std::mutex mutex_;
   AccountsStats stats_;
+  BlockHistory history_;
 };
 
 } // namespace offload

@@ -9,6 +9,7 @@
 #include "compat/torch_version.h"
 #include "core/host_wait.h"
 #include "python/purposes.h"
+#include "python/snapshot.h"
 
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
@@ -128,6 +129,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("enter_host_scope", &HostScope::enter);
   m.def("leave_host_scope", &HostScope::leave);
   m.def("claim", &claimTensors, py::arg("tensors"), py::arg("purpose"));
+  m.def("snapshot", &takeSnapshot);
+  m.def("record_history", [](std::size_t most) { context().accounts().recordHistory(most); });
   m.def("name_tensor", [](py::handle tensor, const std::string& name, bool replace) {
     nameTensor(THPVariable_Unpack(tensor.ptr()), name, replace);
   });

@@ -90,6 +90,48 @@ TEST_F(Accounts, ResetPeaksAreTheCurrentValues) {
   EXPECT_EQ(accounts.stats().all.bytesPeak, 10U);
 }
 
+TEST_F(Accounts, TheHistoryIsOffUntilItIsAskedFor) {
+  accounts.close(*open(16));
+  EXPECT_TRUE(accounts.history().empty());
+}
+
+TEST_F(Accounts, TheHistoryTellsWhatCameAndWent) {
+  accounts.recordHistory(10);
+  const auto block = open(16);
+  accounts.claim(*block, Purpose::Parameter);
+  accounts.close(*block);
+  const auto events = accounts.history();
+  ASSERT_EQ(events.size(), 2U);
+  EXPECT_FALSE(events[0].gone);
+  EXPECT_EQ(events[0].bytes, 16U);
+  EXPECT_EQ(events[0].purpose, Purpose::Temporary);
+  EXPECT_TRUE(events[1].gone);
+  EXPECT_EQ(events[1].purpose, Purpose::Parameter);
+  EXPECT_LE(events[0].time, events[1].time);
+  accounts.recordHistory(0);
+  accounts.close(*open(1));
+  EXPECT_EQ(accounts.history().size(), 2U);
+  accounts.recordHistory(10);
+  EXPECT_TRUE(accounts.history().empty());
+}
+
+TEST_F(Accounts, TheHistoryKeepsTheNewest) {
+  accounts.recordHistory(3);
+  std::vector<std::unique_ptr<Block>> blocks;
+  for (std::size_t bytes = 1; bytes <= 5; ++bytes) blocks.push_back(open(bytes));
+  const auto events = accounts.history();
+  ASSERT_EQ(events.size(), 3U);
+  for (std::size_t k = 0; k < 3; ++k) EXPECT_EQ(events[k].bytes, k + 3);
+}
+
+TEST_F(Accounts, TheHistoryLeavesOthersMemoryOut) {
+  accounts.recordHistory(3);
+  Block foreign(nullptr, 8, BlockKind::Foreign, Born::Host, 0);
+  accounts.open(foreign);
+  EXPECT_TRUE(accounts.history().empty());
+  EXPECT_EQ(accounts.stats().all.bytes, 8U);
+}
+
 TEST_F(Accounts, ThreadsThatClaimOneBlockMoveItOnce) {
   for (int round = 0; round < 100; ++round) {
     const auto block = open(16);
