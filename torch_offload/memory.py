@@ -20,7 +20,7 @@ from torch_offload import _C
 
 
 def _record_memory_history(enabled: str | None = "all", max_entries: int = 1 << 20) -> None:
-    """Keeps the last ``max_entries`` allocations and frees for :func:`_snapshot`; about 50 bytes of memory each.
+    """Keeps the last ``max_entries`` allocations and frees for :func:`_snapshot`; 32 bytes of memory each.
 
     Args:
         enabled: ``"all"`` starts anew; None ends it, and keeps what has been recorded until the next start.

@@ -37,10 +37,8 @@ def check(snapshot: dict[str, Any]) -> None:
             assert 0 <= block["requested_size"] <= block["size"]
             at += block["size"]
         assert at == segment["address"] + segment["total_size"]
-        of = {
-            state: sum(b["size"] for b in segment["blocks"] if b["state"] == state) for state in ("active_allocated",)
-        }
-        assert segment["allocated_size"] == of["active_allocated"] <= segment["active_size"] <= segment["total_size"]
+        allocated = sum(b["size"] for b in segment["blocks"] if b["state"] == "active_allocated")
+        assert segment["allocated_size"] == allocated <= segment["active_size"] <= segment["total_size"]
     for entry in snapshot["device_traces"][0]:
         assert entry["action"] in ("alloc", "free_requested", "free_completed")
         assert entry["time_us"] > 0
@@ -142,7 +140,7 @@ def test_pytorchs_tools_read_it(history, tmp_path):
     for purpose in ("parameter", "optimizer"):
         assert f"stream_0;active_allocated;offload:0:{purpose}" in lines
     assert _memory_viz.segments(snapshot, **plain).count("seg_") >= len(snapshot["segments"])
-    assert "_only" in "_" + _memory_viz.compare([], snapshot["segments"], **plain)
+    assert "only_after" in _memory_viz.compare([], snapshot["segments"], **plain)
     for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
         assert "snapshot.pickle" in plot(snapshot)
     left = _memory_viz.filter_alloc_free_pairs(snapshot)["device_traces"][0]
