@@ -19,6 +19,7 @@ from torch_offload import _register  # noqa: E402
 _register.register(_C)
 
 from torch_offload._scopes import on_host  # noqa: E402
+from torch_offload._trace import trace  # noqa: E402
 from torch_offload.device import (  # noqa: E402
     empty_cache,
     get_budget,
@@ -44,4 +45,5 @@ __all__ = [
     "set_budget",
     "set_ring_bytes",
     "synchronize",
+    "trace",
 ]

@@ -6,6 +6,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_offload import _C
+from torch_offload._purposes import claim_state
 
 
 class _HostScope(dict):
@@ -44,6 +45,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[An
 def _after(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
     if isinstance(kwargs, _HostScope):
         kwargs.leave()
+        claim_state(optimizer)
 
 
 def _default_to_the_cpus_algorithm() -> None:

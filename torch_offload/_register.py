@@ -15,7 +15,9 @@ def register(extension: ModuleType) -> None:
         _guest,
         _init,
         _library,
+        _names,
         _optimizer,
+        _purposes,
         _serialization,
         _sharing,
         device,
@@ -30,6 +32,8 @@ def register(extension: ModuleType) -> None:
     _serialization.register()
     _sharing.register()
     _optimizer.register()
+    _purposes.register()
+    _names.register()
     _functions.register()
     _init.register()
     _library.register()

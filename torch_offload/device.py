@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_offload import _C
+from torch_offload import _C, _summary, memory
 
 _initialized = True
 _Device = torch.device | int | str | None
@@ -117,9 +117,13 @@ def memory_stats(device: _Device = None) -> dict[str, Any]:
         ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held from the system (``reserved``), that
         this process has mapped beside them and may have in common with others (``shared``), that are page-locked
         (``pinned``), and bytes of tensors that are read from files (``file``), which take no memory until they are written.
-        ``device.*``: bytes of the cache on the GPU. ``cache.*``: fetches, hits and
-        evictions. ``link.*``: bytes and copies in each direction. ``host_fallbacks``: how often an operation on offload tensors
-        alone had no CUDA kernel and ran on the host, by its name.
+        ``host.*_bytes`` and ``host.*_count`` are bytes and numbers of storages by purpose, and add up to
+        ``host.allocated_bytes`` and ``host.allocated_count``: ``parameter`` (what a module holds, or a leaf that requires
+        gradients), ``gradient``, ``optimizer`` (its state, from the end of the step that made it on), ``activation``
+        (results of operations) and ``temporary`` (everything else). ``device.*``: bytes of the cache on the GPU.
+        ``cache.*``: fetches, hits and evictions, copies made ahead of a fetch (``prefetches``) and those of them that nobody
+        asked for (``prefetches_wasted``). ``link.*``: bytes and copies in each direction. ``host_fallbacks``: how often
+        an operation on offload tensors alone had no CUDA kernel and ran on the host, by its name.
     """
     return _C.statistics(_index(device))
 
@@ -149,30 +153,14 @@ def max_memory_reserved(device: _Device = None) -> int:
     return memory_stats(device)["host.reserved_bytes.peak"]
 
 
+def memory_snapshot() -> list[dict[str, Any]]:
+    """The segments of host memory and their blocks: those of ``torch.offload.memory._snapshot()``."""
+    return memory._snapshot()["segments"]
+
+
 def memory_summary(device: _Device = None) -> str:
-    """:func:`memory_stats` as a table for people."""
-    stats = memory_stats(device)
-
-    def mib(count: int) -> str:
-        return f"{count / 2**20:10.1f} MiB"
-
-    rows = [
-        ("host bytes in use", mib(stats["host.allocated_bytes.current"])),
-        ("  at the peak", mib(stats["host.allocated_bytes.peak"])),
-        ("host bytes reserved", mib(stats["host.reserved_bytes.current"])),
-        ("host bytes shared", mib(stats["host.shared_bytes.current"])),
-        ("host bytes page-locked", mib(stats["host.pinned_bytes.current"])),
-        ("GPU bytes of the cache", mib(stats["device.slot_bytes.current"])),
-        ("  at the peak", mib(stats["device.slot_bytes.peak"])),
-        ("  of these staying", mib(stats["device.staying_bytes.current"])),
-        ("  newer than the host's", mib(stats["device.dirty_bytes.current"])),
-        ("fetches", f"{stats['cache.fetches']:10d}"),
-        ("  found on the GPU", f"{stats['cache.hits']:10d}"),
-        ("bytes to the GPU", mib(stats["link.bytes_to_device"])),
-        ("bytes to the host", mib(stats["link.bytes_to_host"])),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([f"offload:{_index(device)}"] + [f"  {name:<{width}} {value}" for name, value in rows])
+    """:func:`memory_stats` as a table for people, like that of ``torch.cuda``."""
+    return _summary.table(memory_stats(device), _index(device), get_budget(device), get_ring_bytes())
 
 
 def get_ring_bytes() -> int:

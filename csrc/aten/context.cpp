@@ -1,5 +1,6 @@
 #include "aten/context.h"
 
+#include "aten/activity_ranges.h"
 #include "aten/cuda_glue.h"
 #include "core/error.h"
 #include "core/link/sim_link.h"
@@ -127,6 +128,7 @@ Context::Context(const Settings& settings) {
   options.evictAtUnpin = settings.evictAtUnpin;
   options.poison = settings.poison;
   options.copyDelay = settings.copyDelay;
+  options.observer = &activityRanges();
   residency_ = std::make_unique<Residency>(*link_, options);
   if (backend_ != Backend::Cuda) return;
   cuda::relieveAllocatorBy(
@@ -162,8 +164,10 @@ c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born b
   return listed(block);
 }
 
-c10::DataPtr Context::foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner) {
+c10::DataPtr Context::foreignBlock(
+    void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner, Purpose purpose) {
   auto* block = new Block(data, bytes, BlockKind::Foreign, Born::Host, index);
+  block->purpose = purpose;
   block->owner = std::move(owner);
   return listed(block);
 }
@@ -191,8 +195,7 @@ c10::DataPtr Context::fileBlock(std::shared_ptr<FileBytes> file, std::size_t byt
 c10::DataPtr Context::listed(Block* block) {
   std::lock_guard lock(blocksMutex_);
   blocks_[block->data] = block;
-  accountOf(*block) += block->bytes;
-  hostBytesPeak_ = std::max(hostBytesPeak_.load(), hostBytes_.load());
+  accounts_.open(*block);
   return {block->data, block, &Context::deleteBlock, c10::Device(kOffload, static_cast<c10::DeviceIndex>(block->device))};
 }
 
@@ -205,10 +208,11 @@ void Context::deleteBlock(void* context) noexcept {
     std::lock_guard lock(self.blocksMutex_);
     const auto found = self.blocks_.find(block->data);
     if (found != self.blocks_.end() && found->second == block.get()) self.blocks_.erase(found);
-    self.accountOf(*block) -= block->bytes;
+    self.accounts_.close(*block);
   }
   std::vector<Token> pending;
   if (self.residency_) pending = self.residency_->forget(*block);
+  forgetNames(*block);
   if (block->kind == BlockKind::Shared) {
     if (!pending.empty() || block->shared->pinned) self.arena_->keepAlive(std::move(block->shared), std::move(pending));
   } else if (block->kind != BlockKind::Foreign) {
@@ -222,6 +226,13 @@ Block* Context::blockAt(const void* data) const {
   std::lock_guard lock(blocksMutex_);
   const auto found = blocks_.find(data);
   return found == blocks_.end() ? nullptr : found->second;
+}
+
+std::unordered_map<const void*, Context::BlockInfo> Context::blocks() const {
+  std::unordered_map<const void*, BlockInfo> found;
+  std::lock_guard lock(blocksMutex_);
+  for (const auto& [data, block] : blocks_) found.emplace(data, BlockInfo{block->bytes, block->purpose});
+  return found;
 }
 
 HostLease Context::lease(Block& block, Access access) const {

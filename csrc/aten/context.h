@@ -2,12 +2,12 @@
 #pragma once
 
 #include "core/arena.h"
+#include "core/host_accounts.h"
 #include "core/residency.h"
 
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -73,11 +73,12 @@ class Context {
   Stream currentStream(c10::DeviceIndex index) const;
 
   /// Host memory for a storage of `offload:index`. The DataPtr owns the Block.
-  c10::DataPtr newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose = Purpose::Unknown);
+  c10::DataPtr newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose = Purpose::Temporary);
   /// The same over memory of somebody else, which `owner` keeps alive.
-  c10::DataPtr foreignBlock(void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner);
+  c10::DataPtr foreignBlock(
+      void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner, Purpose purpose = Purpose::Temporary);
   /// The same over memory of several processes.
-  c10::DataPtr sharedBlock(std::shared_ptr<SharedMemory> memory, c10::DeviceIndex index, Purpose purpose = Purpose::Unknown);
+  c10::DataPtr sharedBlock(std::shared_ptr<SharedMemory> memory, c10::DeviceIndex index, Purpose purpose = Purpose::Temporary);
   /// One more owner of a Block, which lives until all have gone: a storage may get another one while something reads the old.
   static c10::DataPtr retain(Block& block);
   /// The same over bytes of a file.
@@ -85,19 +86,18 @@ class Context {
 
   /// The Block whose host bytes begin at an address; null if there is none.
   Block* blockAt(const void* data) const;
-  /// Host bytes of all Blocks that are not a file's, whoever's memory it is: now, and at most since the peak was reset.
-  std::size_t hostBytes() const noexcept {
-    return hostBytes_;
+  struct BlockInfo {
+    std::size_t bytes;
+    Purpose purpose;
+  };
+  /// All Blocks, by where their host bytes begin.
+  std::unordered_map<const void*, BlockInfo> blocks() const;
+  /// Host bytes of all Blocks, whoever's memory it is, and what they are for.
+  HostAccounts& accounts() noexcept {
+    return accounts_;
   }
-  std::size_t hostBytesPeak() const noexcept {
-    return hostBytesPeak_;
-  }
-  /// Bytes of Blocks that are, or were before somebody wrote to them, those of files.
-  std::size_t fileBytes() const noexcept {
-    return fileBytes_;
-  }
-  void resetHostPeak() noexcept {
-    hostBytesPeak_ = hostBytes_.load();
+  const HostAccounts& accounts() const noexcept {
+    return accounts_;
   }
 
   /// Takes the right to read or to write host bytes; an empty lease where there is nothing to keep true. Throws Error where the
@@ -110,9 +110,6 @@ class Context {
  private:
   explicit Context(const Settings& settings);
   c10::DataPtr listed(Block* block);
-  std::atomic<std::size_t>& accountOf(const Block& block) noexcept {
-    return block.file ? fileBytes_ : hostBytes_;
-  }
   static void deleteBlock(void* context) noexcept;
 
   Backend backend_ = Backend::Host;
@@ -121,9 +118,7 @@ class Context {
   std::unique_ptr<Residency> residency_;
   mutable std::mutex blocksMutex_;
   std::unordered_map<const void*, Block*> blocks_;
-  std::atomic<std::size_t> hostBytes_{0};
-  std::atomic<std::size_t> hostBytesPeak_{0};
-  std::atomic<std::size_t> fileBytes_{0};
+  HostAccounts accounts_;
 };
 
 /// The number of devices `offload:i`: one for each CUDA device, at least one. Does not touch the GPU.

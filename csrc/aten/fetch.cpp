@@ -68,6 +68,13 @@ void checkDense(const at::Tensor& value) {
       ".to_dense() or keep it on the CPU or on CUDA.");
 }
 
+// A leaf that a user made without a module: what requires gradients, and no operation has made, is a parameter.
+void claimLeaf(const at::Tensor& offload) {
+  if (!offload.requires_grad() || offload.storage().nbytes() == 0) return;
+  Block& block = blockOf(offload.storage());
+  if (block.purpose == Purpose::Temporary && offload.is_leaf()) Context::get().accounts().claim(block, Purpose::Parameter);
+}
+
 bool coversItsStorage(const at::Tensor& value) {
   return value.storage().nbytes() > 0 && extentOf(value) == Extent{0, value.storage().nbytes()};
 }
@@ -100,6 +107,7 @@ c10::Device pairedDevice(c10::DeviceIndex index) {
 
 at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   checkDense(offload);
+  claimLeaf(offload);
   // What autograd may not save of the source it may not save of the fetched tensor.
   std::optional<c10::InferenceMode> inference;
   if (offload.is_inference() && !c10::InferenceMode::is_enabled()) inference.emplace(true);
@@ -117,11 +125,12 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   return result;
 }
 
-at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed) {
+at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose) {
   checkDense(value);
   const auto strides =
       value.is_non_overlapping_and_dense() ? c10::DimVector(value.strides()) : c10::contiguous_strides(value.sizes());
-  auto result = emptyOffload(value.sizes(), strides, value.scalar_type(), home, isCached(computed) ? Born::Device : Born::Host);
+  const Born born = isCached(computed) ? Born::Device : Born::Host;
+  auto result = emptyOffload(value.sizes(), strides, value.scalar_type(), home, born, purpose);
   result.copy_(value);
   return result;
 }
@@ -132,14 +141,14 @@ at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device co
   const auto& storage = value.storage();
   const bool onDevice = isCached(computed);
   if (!coversItsStorage(value) || isFetched(value) || (context.hasCache() && !onDevice))
-    return stashCopy(value, home, computed);
+    return stashCopy(value, home, computed, purpose);
   home = withIndex(home);
   c10::DataPtr data;
   if (onDevice) {
     data = context.newBlock(storage.nbytes(), home.index(), Born::Device, purpose);
     adoptBytes(*static_cast<Block*>(data.get_context()), value);
   } else {
-    data = context.foreignBlock(const_cast<void*>(storage.data()), storage.nbytes(), home.index(), keep(storage));
+    data = context.foreignBlock(const_cast<void*>(storage.data()), storage.nbytes(), home.index(), keep(storage), purpose);
   }
   c10::Storage stashed(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), offloadAllocator(), true);
   auto result = tensorOver(std::move(stashed), kOffload, value, value.storage_offset());

@@ -18,11 +18,11 @@ c10::Device pairedDevice(c10::DeviceIndex index);
 
 /// An offload tensor with the value of `value`, which the caller keeps: nothing of its memory is held on to. It was born where
 /// `computed`, a target of fetchTo(), is.
-at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed);
+at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose = Purpose::Temporary);
 
 /// The same for a result that nobody else will write to, made on the target `computed`: where that is a device, the memory becomes
 /// a Slot of the new Block, with no copy there; on a machine without one, the Block's host bytes.
-at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose = Purpose::Unknown);
+at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose);
 
 /// Makes such a result the value of an offload tensor that is all of its storage; false where it isn't, and nothing happened.
 bool replaceValue(const at::Tensor& offload, const at::Tensor& value);

@@ -75,9 +75,10 @@ c10::Storage hostAliasStorage(const c10::Storage& offload) {
   return {c10::Storage::use_byte_size_t(), offload.nbytes(), std::move(data), c10::GetAllocator(c10::kCPU), true};
 }
 
-at::Tensor emptyOffload(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device, Born born) {
+at::Tensor emptyOffload(
+    at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device, Born born, Purpose purpose) {
   const std::size_t bytes = at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(type));
-  return offloadTensor(Context::get().newBlock(bytes, withIndex(device).index(), born), sizes, strides, type);
+  return offloadTensor(Context::get().newBlock(bytes, withIndex(device).index(), born, purpose), sizes, strides, type);
 }
 
 at::Tensor offloadTensor(c10::DataPtr data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) {
@@ -113,14 +114,15 @@ c10::Device withIndex(c10::Device device) {
 
 void resizeStorage(c10::StorageImpl& storage, std::size_t bytes) {
   const c10::Device device = storage.device();
-  const bool old = storage.nbytes() > 0;
+  Block* const old = storage.nbytes() > 0 ? &blockOf(storage) : nullptr;
   TORCH_CHECK(
-      !old || !blockOf(storage).shared, "offload: a storage of ", storage.nbytes(),
+      old == nullptr || !old->shared, "offload: a storage of ", storage.nbytes(),
       " bytes is shared between processes and can't be resized to ", bytes, "; resize a clone() of the tensor.");
   Context& context = Context::get();
-  c10::DataPtr data = context.newBlock(bytes, device.index(), old ? blockOf(storage).born : Born::Host);
-  if (old && bytes > 0) {
-    HostLease from = context.lease(blockOf(storage), Access::Read);
+  c10::DataPtr data = old != nullptr ? context.newBlock(bytes, device.index(), old->born, old->purpose)
+                                     : context.newBlock(bytes, device.index(), Born::Host);
+  if (old != nullptr && bytes > 0) {
+    HostLease from = context.lease(*old, Access::Read);
     HostLease to = context.lease(*static_cast<Block*>(data.get_context()), Access::Write);
     std::memcpy(data.get(), storage.data(), std::min(bytes, storage.nbytes()));
   }

@@ -25,7 +25,9 @@ at::Tensor hostAlias(const at::Tensor& offload);
 c10::Storage hostAliasStorage(const c10::Storage& offload);
 
 /// An uninitialized tensor on `device`.
-at::Tensor emptyOffload(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device, Born born);
+at::Tensor emptyOffload(
+    at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device, Born born,
+    Purpose purpose = Purpose::Temporary);
 
 /// A tensor that is all of a Block's memory.
 at::Tensor offloadTensor(c10::DataPtr data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);

@@ -8,7 +8,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
+
+#include <utility>
 
 namespace offload {
 namespace {
@@ -40,6 +43,24 @@ bool isSoleOwner(const at::Tensor& gradient) {
 // pass a gradient on the moment they get it: gradients meet, and hooks run, in the order that they have without offload.
 constexpr std::uint64_t kAtOnce = UINT64_MAX;
 
+thread_local bool makesGradient = false;
+
+// Within it what is stashed is a gradient, though grad mode is on.
+struct BackwardScope {
+  BackwardScope() : before(std::exchange(makesGradient, true)) {}
+  ~BackwardScope() {
+    makesGradient = before;
+  }
+  const bool before;
+};
+
+// A backward that records no graph makes gradients alone; one that does may also be computing a checkpoint's activations anew.
+Purpose purposeOfResult() {
+  if (HostScope::active()) return Purpose::Temporary;
+  const bool backward = torch::autograd::get_current_graph_task_id() != -1 && !at::GradMode::is_enabled();
+  return makesGradient || backward ? Purpose::Gradient : Purpose::Activation;
+}
+
 struct FetchBackward final : Node {
   FetchBackward() : Node(kAtOnce) {}
   c10::Device home{kOffload};
@@ -49,8 +70,12 @@ struct FetchBackward final : Node {
     at::Tensor gradient = std::move(inputs[0]);
     inputs.clear();
     if (!gradient.defined() || !task_should_compute_output(0)) return {at::Tensor()};
+    if (tracing()) return {callStash(gradient, home)};
     // A gradient that nobody else holds gives its memory away.
-    if (!isSoleOwner(gradient) || torch::autograd::GradMode::is_enabled() || tracing()) return {callStash(gradient, home)};
+    if (!isSoleOwner(gradient) || torch::autograd::GradMode::is_enabled()) {
+      const BackwardScope backward;
+      return {callStash(gradient, home)};
+    }
     return {stashResult(gradient, home, target, Purpose::Gradient)};
   }
   std::string name() const override {
@@ -108,7 +133,7 @@ void recordStash(const at::Tensor& input, const at::Tensor& result, c10::Device 
 }
 
 at::Tensor stashPlain(const at::Tensor& self, c10::Device home) {
-  return stashCopy(self, home, self.device());
+  return stashCopy(self, home, self.device(), purposeOfResult());
 }
 
 at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
@@ -133,7 +158,7 @@ at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device compute
   at::Tensor stashed;
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    stashed = stashResult(result, home, computed);
+    stashed = stashResult(result, home, computed, purposeOfResult());
   }
   if (recordsGraph() && result.requires_grad()) recordStash(result, stashed, computed);
   return stashed;

@@ -15,6 +15,7 @@
 #include "core/arena_budget.h"
 #include "core/arena_ranges.h"
 #include "core/arena_slabs.h"
+#include "core/arena_snapshot.h"
 #include "core/shared_memory.h"
 #include "core/token.h"
 
@@ -89,6 +90,8 @@ class Arena {
 
   ArenaStats stats() const;
   void resetPeaks();
+  /// By address. A range that another thread is just taking back may still count as allocated.
+  std::vector<ArenaSegment> snapshot() const;
   /// Checks every invariant; throws Error with what is broken.
   void validate() const;
 

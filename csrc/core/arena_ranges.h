@@ -55,6 +55,10 @@ class ArenaRanges {
   std::size_t locked() const noexcept {
     return bytes_[index(HostKind::Locked)];
   }
+  /// By begin.
+  const std::map<HostAddress, std::unique_ptr<ArenaRegion>>& regions() const noexcept {
+    return regions_;
+  }
   /// Checks every invariant; throws Error. Returns the bytes of ranges taken.
   std::size_t validate() const;
 

@@ -78,6 +78,17 @@ HostAddress ArenaSlabs::giveBack(HostAddress object) {
   return begin;
 }
 
+std::vector<ArenaSlabs::Object> ArenaSlabs::objectsOf(HostAddress begin) const {
+  std::vector<Object> objects;
+  const auto found = slabs_.find(begin);
+  if (found == slabs_.end()) return objects;
+  const Slab& slab = found->second;
+  for (std::size_t k = 0; k < slab.objects; ++k) {
+    objects.push_back({begin + k * slab.objectBytes, slab.objectBytes, (slab.free >> k & 1) != 0});
+  }
+  return objects;
+}
+
 void ArenaSlabs::validate(const ArenaRanges& ranges) const {
   std::size_t freeBytes = 0;
   std::size_t open = 0;

@@ -30,6 +30,14 @@ class ArenaSlabs {
   /// The slab, if it is empty now; it is none any more then.
   HostAddress giveBack(HostAddress object);
 
+  struct Object {
+    HostAddress begin;
+    std::size_t bytes;
+    bool free;
+  };
+  /// The objects of the slab that begins here, in order; none where no slab does.
+  std::vector<Object> objectsOf(HostAddress slab) const;
+
   /// Bytes of free objects.
   std::size_t freeBytes() const noexcept {
     return freeBytes_;

@@ -3,6 +3,7 @@
 
 #include "core/extent.h"
 #include "core/file_bytes.h"
+#include "core/purpose.h"
 #include "core/token.h"
 
 #include <atomic>
@@ -22,9 +23,6 @@ enum class BlockKind {
   Shared, // memory that other processes map too, page-locked where that may be
 };
 
-/// What a storage is for, where that is known.
-enum class Purpose { Unknown, Gradient };
-
 /// Where a storage's first value came about. It never changes, so no result depends on what the cache holds.
 enum class Born { Host, Device };
 
@@ -39,7 +37,8 @@ struct Block {
   const std::size_t bytes;
   const BlockKind kind;
   const Born born;
-  Purpose purpose = Purpose::Unknown;
+  /// Raised by HostAccounts::claim() alone, at any time.
+  std::atomic<Purpose> purpose = Purpose::Temporary;
   const int device; // the index i of `offload:i`, and of the device that it is paired with
 
   /// Counts writes; the newest bytes have this version, wherever they are.

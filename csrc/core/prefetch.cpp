@@ -77,6 +77,8 @@ Pin Residency::foresee(Device& dev, Slots& retired) {
   auto slot = std::make_shared<Slot>();
   slot->extent = next.extent;
   slot->device = dev.index;
+  slot->host = static_cast<const std::byte*>(next.block->data) + next.extent.begin;
+  slot->purpose = next.block->purpose;
   slot->buffer.bytes = bytes;
   dev.queue.makeRoom(stays ? 0 : bytes, dev.ring, retired);
   dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
@@ -86,12 +88,13 @@ Pin Residency::foresee(Device& dev, Slots& retired) {
 // Gives a Slot of foresee() memory and a copy; false where the Link refused, or something else has become of what was expected.
 //
 // The Block may go at any time but while it is `issuing`, and whoever destroys it may hold the GIL while he waits for that to end. So
-// memory is allocated before, for PyTorch's allocator may want the GIL.
+// memory is allocated before, and the observer told, as either may want the GIL.
 bool Residency::prefetch(Device& dev, const std::shared_ptr<Slot>& slot) noexcept {
   try {
     const Stream home = dev.transfer.deviceBound();
     slot->buffer.data = link_.allocate(slot->buffer.bytes, home);
     slot->buffer.home = home;
+    const auto span = observe({Activity::Fetch, dev.index, slot->host, slot->extent.bytes(), slot->purpose});
     Lock lock(mutex_);
     const auto next = lookAhead(dev);
     if (next.block == nullptr || next.extent != slot->extent || !mayPrefetch(*next.block)) return false;

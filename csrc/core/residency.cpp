@@ -56,6 +56,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   noticeShared(block, retired);
   if (dev.schedule.record(block, extent)) endPass(dev);
   follow(dev);
+  const std::byte* const hostData = static_cast<const std::byte*>(block.data) + extent.begin;
   auto slot = awaitNewest(lock, block, extent, stream.device);
   if (slot) {
     ++dev.queue.stats.hits;
@@ -67,6 +68,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     lock.unlock();
     release(retired);
     Pin pinned(*this, std::move(slot), data, {stream});
+    observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose});
     if (!ready.done()) ready.orderBefore(stream); // once it is known to be done, neither call reaches the driver
     if (next) prefetchMore(dev, std::move(next));
     return pinned;
@@ -77,6 +79,8 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   slot->extent = extent;
   slot->device = stream.device;
   slot->version = block.version;
+  slot->host = hostData;
+  slot->purpose = block.purpose;
   slot->buffer.bytes = extent.bytes() + shift;
   if (block.file) retireStale(block, retired); // of a read that has failed
   const std::size_t bytes = slot->buffer.bytes;
@@ -97,6 +101,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   try {
     slot->buffer = allocate(dev, slot->buffer.bytes);
     slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
+    const auto span = observe({Activity::Fetch, stream.device, hostData, extent.bytes(), block.purpose});
     copyIn(*slot, block, dev, after, reads);
     slot->ready.orderBefore(stream);
   } catch (...) {
@@ -123,13 +128,12 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
 
 void Residency::copyIn(Slot& slot, const Block& block, Device& dev, const std::vector<Token>& after, TokenSet& reads) {
   if (options_.poison) link_.fill(slot.buffer.data, 0xFF, slot.buffer.bytes, slot.buffer.home);
-  const auto* host = static_cast<const std::byte*>(block.data) + slot.extent.begin;
   if (block.file && block.file->inFile()) {
     block.file->prepare(Access::Read);
     slot.fileFailures = block.file->failures();
     slot.ready = dev.transfer.fileToDevice(slot.data, block.file, slot.extent, after, reads, readErrors_);
   } else {
-    slot.ready = dev.transfer.toDevice(slot.data, host, slot.extent.bytes(), memoryOf(block), after, reads);
+    slot.ready = dev.transfer.toDevice(slot.data, slot.host, slot.extent.bytes(), memoryOf(block), after, reads);
   }
 }
 
@@ -170,7 +174,10 @@ HostLease Residency::lease(Block& block, Access access) {
     ++block.leases;
   }
   HostLease lease(this, block, access);
-  for (const Token& token : inTheWay) token.wait();
+  if (!std::all_of(inTheWay.begin(), inTheWay.end(), [](const Token& token) { return token.knownDone(); })) {
+    const auto span = observe({Activity::Wait, -1, block.data, block.bytes, block.purpose});
+    for (const Token& token : inTheWay) token.wait();
+  }
   {
     Lock lock(mutex_);
     block.writers.prune();
@@ -281,6 +288,7 @@ void Residency::release(Slots& retired) noexcept {
       refused.push_back(std::move(slot));
       continue;
     }
+    observe({Activity::Evict, slot->device, slot->host, slot->extent.bytes(), slot->purpose});
     const DeviceBuffer buffer = std::exchange(slot->buffer, {});
     if (!buffer.owner) link_.free(buffer.data, buffer.home);
   }

@@ -31,6 +31,7 @@
 #pragma once
 
 #include "core/host_lease.h"
+#include "core/observer.h"
 #include "core/pin.h"
 #include "core/schedule.h"
 #include "core/slot_queue.h"
@@ -62,6 +63,8 @@ struct ResidencyOptions {
   std::chrono::microseconds copyDelay{0};
   /// Memory that is not page-locked is copied in pieces of this size.
   std::size_t chunkBytes = TransferOptions{}.chunkBytes;
+  /// Is told what happens; null: nobody is. It must outlive the Residency.
+  Observer* observer = nullptr;
 };
 
 /// Throws Error.
@@ -178,6 +181,10 @@ class Residency {
   void endLease(Block& block, Access access) noexcept;
   void refuseCapture(Stream stream, const char* what);
   void prepareForWrite(Block& block);
+  /// Not under the mutex.
+  std::unique_ptr<Observer::Span> observe(const Observation& observation) const noexcept {
+    return options_.observer != nullptr ? options_.observer->begin(observation) : nullptr;
+  }
 
   Link& link_;
   EventPool events_;

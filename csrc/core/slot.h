@@ -71,6 +71,8 @@ struct Slot {
   std::optional<std::uint64_t> fileFailures; // of its Block's file when the bytes were asked for, where they came from there
   DeviceBuffer buffer;
   std::byte* data = nullptr; // where the extent begins within the buffer
+  const void* host = nullptr; // where it begins in host memory; for an Observer, also when the Block is gone
+  Purpose purpose = Purpose::Temporary; // of the Block, likewise
   /// The last write to the device bytes.
   Token ready;
   /// What reads the device bytes, besides what its Pins still may.

@@ -16,6 +16,8 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
   slot->state = SlotState::Dirty;
   slot->buffer = std::move(buffer);
   slot->data = static_cast<std::byte*>(slot->buffer.data);
+  slot->host = block.data;
+  slot->purpose = block.purpose;
   Slots retired;
   {
     Lock lock(mutex_);
@@ -83,6 +85,7 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   std::exception_ptr failure;
   try {
     auto* const host = static_cast<std::byte*>(block.data) + extent.begin;
+    const auto span = observe({Activity::Store, producer.device, host, extent.bytes(), block.purpose});
     dev.transfer.toHost(host, source, extent.bytes(), memoryOf(block), after, home).orderBefore(producer);
   } catch (...) {
     failure = std::current_exception();
@@ -145,6 +148,7 @@ void Residency::writeHome(Lock& lock, const std::shared_ptr<Slot>& slot) {
   std::exception_ptr failure;
   try {
     if (block.file) block.file->prepare(Access::Write);
+    const auto span = observe({Activity::WriteBack, slot->device, block.data, block.bytes, block.purpose});
     dev.transfer.toHost(block.data, slot->data, block.bytes, memoryOf(block), after, home);
   } catch (...) {
     failure = std::current_exception();

@@ -1,4 +1,5 @@
 // The Python binding: thin, and nothing but it.
+#include "aten/activity_ranges.h"
 #include "aten/context.h"
 #include "aten/fetch.h"
 #include "aten/placement.h"
@@ -9,12 +10,15 @@
 #include "compat/torch_version.h"
 #include "core/host_wait.h"
 #include "python/file_bindings.h"
+#include "python/purposes.h"
+#include "python/snapshot.h"
 
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
@@ -37,10 +41,17 @@ int checkedIndex(int index) {
 py::dict statistics(int index) {
   py::dict result;
   const Context* now = Context::ifCreated();
-  result["host.file_bytes.current"] = now != nullptr ? now->fileBytes() : 0;
   const ArenaStats host = now != nullptr ? now->arena().stats() : ArenaStats{};
-  result["host.allocated_bytes.current"] = now != nullptr ? now->hostBytes() : 0;
-  result["host.allocated_bytes.peak"] = now != nullptr ? now->hostBytesPeak() : 0;
+  const AccountsStats accounts = now != nullptr ? now->accounts().stats() : AccountsStats{};
+  auto addAccount = [&result](const std::string& name, const AccountStats& account) {
+    result[py::str("host." + name + "_bytes.current")] = account.bytes;
+    result[py::str("host." + name + "_bytes.peak")] = account.bytesPeak;
+    result[py::str("host." + name + "_count.current")] = account.count;
+    result[py::str("host." + name + "_count.peak")] = account.countPeak;
+  };
+  addAccount("allocated", accounts.all);
+  addAccount("file", accounts.files);
+  for (const Purpose purpose : kPurposes) addAccount(nameOf(purpose), accounts.of(purpose));
   result["host.reserved_bytes.current"] = host.reserved;
   result["host.reserved_bytes.peak"] = host.reservedPeak;
   result["host.pinned_bytes.current"] = host.pinned;
@@ -57,6 +68,8 @@ py::dict statistics(int index) {
   result["cache.fetches"] = slots.fetches;
   result["cache.hits"] = slots.hits;
   result["cache.evictions"] = slots.evictions;
+  result["cache.prefetches"] = slots.prefetches;
+  result["cache.prefetches_wasted"] = slots.prefetchesWasted;
   const TransferStats link = cache ? now->residency().transferStats(index) : TransferStats{};
   result["link.bytes_to_device"] = link.bytesToDevice;
   result["link.bytes_to_host"] = link.bytesToHost;
@@ -69,7 +82,7 @@ py::dict statistics(int index) {
 void resetPeaks(int index) {
   Context* now = Context::ifCreated();
   if (now == nullptr) return;
-  now->resetHostPeak();
+  now->accounts().resetPeaks();
   now->arena().resetPeaks();
   if (now->hasCache()) now->residency().resetPeaks(checkedIndex(index));
 }
@@ -130,6 +143,12 @@ PYBIND11_MODULE(_C, m) {
         }));
   m.def("enter_host_scope", &HostScope::enter);
   m.def("leave_host_scope", &HostScope::leave);
+  m.def("claim", &claimTensors, py::arg("tensors"), py::arg("purpose"));
+  m.def("snapshot", &takeSnapshot);
+  m.def("record_history", [](std::size_t most) { context().accounts().recordHistory(most); });
+  m.def("name_tensor", [](py::handle tensor, const std::string& name, bool replace) {
+    nameTensor(THPVariable_Unpack(tensor.ptr()), name, replace);
+  });
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
   m.def("empty_cache", &emptyCache, py::call_guard<py::gil_scoped_release>());

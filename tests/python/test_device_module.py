@@ -149,9 +149,24 @@ def test_counters_of_the_link():
 
 def test_memory_summary():
     summary = torch.offload.memory_summary()
-    assert "offload:0" in summary
-    assert "MiB" in summary
-    assert len(summary.splitlines()) > 5
+    assert "offload memory summary, device ID 0" in summary
+    assert len({len(line) for line in summary.splitlines()}) == 1  # a table
+    rows = [line.split("|")[0].strip() for line in summary.splitlines() if "|" in line]
+    for row in ("Host memory allocated", "parameters", "gradients", "optimizer state", "activations", "temporary"):
+        assert row in rows
+    for row in ("Host memory reserved", "page-locked", "staying", "passing", "newer than the host's", "Fetches"):
+        assert row in rows
+
+
+def test_memory_summary_has_the_values_of_the_statistics():
+    held = [torch.empty(7 << 20, dtype=torch.uint8, device=OFFLOAD), torch.empty(300, device=OFFLOAD)]
+    module = torch.nn.Module()
+    module.register_buffer("packed", held[0])
+    stats = torch.offload.memory_stats()
+    lines = torch.offload.memory_summary().splitlines()
+    (parameters, count) = (line.split("|")[1].split() for line in lines if line.strip().startswith("parameters"))
+    assert parameters == [str(stats["host.parameter_bytes.current"] >> 10), "KiB"]
+    assert count == [str(stats["host.parameter_count.current"])]
 
 
 def test_ring_bytes():

@@ -1,0 +1,25 @@
+// What the cache does, as ranges of PyTorch's profiler.
+#pragma once
+
+#include "core/block.h"
+#include "core/observer.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace offload {
+
+/// Note [Ranges]
+/// Each activity of the cache is a user's range (at::RecordFunction), which torch.profiler, its NVTX output and every other callback
+/// see like those of torch.profiler.record_function: "offload::fetch layers.0.weight [16384 B]". Where a tensor has no name its
+/// purpose stands there. A copy that is enqueued within a range carries its name on the GPU's time line too. While nothing records,
+/// all of this is one question to a thread-local.
+Observer& activityRanges();
+
+/// Names the bytes of an offload tensor until its storage goes; `replace` says what becomes of a name that they have.
+void nameTensor(const at::Tensor& tensor, const std::string& name, bool replace);
+/// Before the Block's memory is used for another one.
+void forgetNames(const Block& block) noexcept;
+
+} // namespace offload

@@ -1,0 +1,52 @@
+// How many host bytes there are of each purpose.
+#pragma once
+
+#include "core/block_history.h"
+
+#include <mutex>
+
+namespace offload {
+
+struct AccountStats {
+  std::size_t bytes = 0;
+  std::size_t bytesPeak = 0;
+  std::size_t count = 0; // of Blocks
+  std::size_t countPeak = 0;
+};
+
+struct AccountsStats {
+  const AccountStats& of(Purpose purpose) const noexcept {
+    return purposes[static_cast<std::size_t>(purpose)];
+  }
+
+  AccountStats all; // but for files
+  AccountStats files; // Blocks that are, or were before somebody wrote to them, bytes of files
+  std::array<AccountStats, kPurposes.size()> purposes;
+};
+
+/// Every Block is on one account from open() to close(). At any moment those of the purposes add up to all there is. A Block that is claimed
+/// moves as it is: the peak of the account that it leaves keeps what it has been, because it was counted there.
+class HostAccounts {
+ public:
+  void open(const Block& block);
+  void close(const Block& block) noexcept;
+  /// Raises the purpose of an open Block; nothing where it is no lower. Does not wait for the device.
+  void claim(Block& block, Purpose purpose);
+
+  AccountsStats stats() const;
+  /// Makes every peak the current value.
+  void resetPeaks();
+
+  /// Keeps the last `most` events from now on, or, with 0, ends that; see BlockHistory.
+  void recordHistory(std::size_t most);
+  std::vector<BlockEvent> history() const;
+
+ private:
+  AccountStats& of(const Block& block);
+
+  mutable std::mutex mutex_;
+  AccountsStats stats_;
+  BlockHistory history_;
+};
+
+} // namespace offload

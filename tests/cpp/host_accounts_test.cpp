@@ -1,0 +1,153 @@
+// Host bytes by purpose.
+#include "core/host_accounts.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <thread>
+
+namespace offload {
+namespace {
+
+struct Accounts : testing::Test {
+  std::unique_ptr<Block> open(std::size_t bytes, Purpose purpose = Purpose::Temporary) {
+    auto block = std::make_unique<Block>(nullptr, bytes, BlockKind::Pageable, Born::Host, 0);
+    block->purpose = purpose;
+    accounts.open(*block);
+    return block;
+  }
+  AccountStats of(Purpose purpose) const {
+    return accounts.stats().of(purpose);
+  }
+  void expectSum() const {
+    const AccountsStats now = accounts.stats();
+    std::size_t bytes = 0;
+    std::size_t count = 0;
+    for (const AccountStats& account : now.purposes) {
+      bytes += account.bytes;
+      count += account.count;
+    }
+    EXPECT_EQ(bytes, now.all.bytes);
+    EXPECT_EQ(count, now.all.count);
+  }
+  HostAccounts accounts;
+};
+
+TEST_F(Accounts, ABlockIsOnTheAccountOfItsPurpose) {
+  const auto weight = open(100, Purpose::Parameter);
+  const auto result = open(30, Purpose::Activation);
+  EXPECT_EQ(of(Purpose::Parameter).bytes, 100U);
+  EXPECT_EQ(of(Purpose::Activation).bytes, 30U);
+  EXPECT_EQ(of(Purpose::Activation).count, 1U);
+  EXPECT_EQ(of(Purpose::Temporary).bytes, 0U);
+  EXPECT_EQ(accounts.stats().all.bytes, 130U);
+  EXPECT_EQ(accounts.stats().all.count, 2U);
+  accounts.close(*result);
+  EXPECT_EQ(of(Purpose::Activation).bytes, 0U);
+  EXPECT_EQ(of(Purpose::Activation).bytesPeak, 30U);
+  EXPECT_EQ(accounts.stats().all.bytesPeak, 130U);
+  expectSum();
+}
+
+TEST_F(Accounts, AClaimMovesTheBytesAndBothPeaksSayWhatHasBeen) {
+  const auto first = open(100);
+  const auto second = open(20);
+  accounts.claim(*first, Purpose::Parameter);
+  EXPECT_EQ(first->purpose, Purpose::Parameter);
+  EXPECT_EQ(of(Purpose::Temporary).bytes, 20U);
+  EXPECT_EQ(of(Purpose::Temporary).count, 1U);
+  EXPECT_EQ(of(Purpose::Temporary).bytesPeak, 120U);
+  EXPECT_EQ(of(Purpose::Temporary).countPeak, 2U);
+  EXPECT_EQ(of(Purpose::Parameter).bytes, 100U);
+  EXPECT_EQ(of(Purpose::Parameter).bytesPeak, 100U);
+  EXPECT_EQ(accounts.stats().all.bytes, 120U);
+  EXPECT_EQ(accounts.stats().all.bytesPeak, 120U); // no byte was counted twice on the way
+  accounts.close(*first);
+  EXPECT_EQ(of(Purpose::Parameter).bytes, 0U);
+  expectSum();
+}
+
+TEST_F(Accounts, APurposeOnlyRises) {
+  const auto block = open(8);
+  for (const Purpose purpose : {Purpose::Gradient, Purpose::Activation, Purpose::Optimizer, Purpose::Temporary}) {
+    accounts.claim(*block, purpose);
+    EXPECT_EQ(block->purpose, Purpose::Gradient);
+    EXPECT_EQ(of(Purpose::Gradient).bytes, 8U);
+  }
+  accounts.claim(*block, Purpose::Parameter);
+  EXPECT_EQ(of(Purpose::Parameter).bytes, 8U);
+  EXPECT_EQ(of(Purpose::Gradient).bytes, 0U);
+  expectSum();
+}
+
+TEST_F(Accounts, ResetPeaksAreTheCurrentValues) {
+  accounts.close(*open(1000));
+  const auto kept = open(10, Purpose::Optimizer);
+  accounts.resetPeaks();
+  EXPECT_EQ(of(Purpose::Temporary).bytesPeak, 0U);
+  EXPECT_EQ(of(Purpose::Temporary).countPeak, 0U);
+  EXPECT_EQ(of(Purpose::Optimizer).bytesPeak, 10U);
+  EXPECT_EQ(accounts.stats().all.bytesPeak, 10U);
+}
+
+TEST_F(Accounts, TheHistoryIsOffUntilItIsAskedFor) {
+  accounts.close(*open(16));
+  EXPECT_TRUE(accounts.history().empty());
+}
+
+TEST_F(Accounts, TheHistoryTellsWhatCameAndWent) {
+  accounts.recordHistory(10);
+  const auto block = open(16);
+  accounts.claim(*block, Purpose::Parameter);
+  accounts.close(*block);
+  const auto events = accounts.history();
+  ASSERT_EQ(events.size(), 2U);
+  EXPECT_FALSE(events[0].gone);
+  EXPECT_EQ(events[0].bytes, 16U);
+  EXPECT_EQ(events[0].purpose, Purpose::Temporary);
+  EXPECT_TRUE(events[1].gone);
+  EXPECT_EQ(events[1].purpose, Purpose::Parameter);
+  EXPECT_LE(events[0].time, events[1].time);
+  accounts.recordHistory(0);
+  accounts.close(*open(1));
+  EXPECT_EQ(accounts.history().size(), 2U);
+  accounts.recordHistory(10);
+  EXPECT_TRUE(accounts.history().empty());
+}
+
+TEST_F(Accounts, TheHistoryKeepsTheNewest) {
+  accounts.recordHistory(3);
+  std::vector<std::unique_ptr<Block>> blocks;
+  for (std::size_t bytes = 1; bytes <= 5; ++bytes) blocks.push_back(open(bytes));
+  const auto events = accounts.history();
+  ASSERT_EQ(events.size(), 3U);
+  for (std::size_t k = 0; k < 3; ++k) EXPECT_EQ(events[k].bytes, k + 3);
+}
+
+TEST_F(Accounts, TheHistoryLeavesOthersMemoryOut) {
+  accounts.recordHistory(3);
+  Block foreign(nullptr, 8, BlockKind::Foreign, Born::Host, 0);
+  accounts.open(foreign);
+  EXPECT_TRUE(accounts.history().empty());
+  EXPECT_EQ(accounts.stats().all.bytes, 8U);
+}
+
+TEST_F(Accounts, ThreadsThatClaimOneBlockMoveItOnce) {
+  for (int round = 0; round < 100; ++round) {
+    const auto block = open(16);
+    auto claim = [&](Purpose purpose) { accounts.claim(*block, purpose); };
+    std::thread one(claim, Purpose::Parameter);
+    std::thread two(claim, Purpose::Gradient);
+    expectSum();
+    one.join();
+    two.join();
+    EXPECT_EQ(block->purpose, Purpose::Parameter);
+    EXPECT_EQ(of(Purpose::Parameter).bytes, 16U);
+    accounts.close(*block);
+    expectSum();
+  }
+  EXPECT_EQ(accounts.stats().all.bytes, 0U);
+}
+
+} // namespace
+} // namespace offload

@@ -1,0 +1,183 @@
+// What an Observer is told, and when.
+#include "core_rig.h"
+
+#include <mutex>
+
+namespace offload {
+namespace {
+
+using namespace core_test;
+
+/// Writes down what it is told. Every call asks the cache for its statistics, which would never return if a lock were held.
+class Log final : public Observer {
+ public:
+  struct Ended final : Span {
+    explicit Ended(Log& l) : log(l) {}
+    ~Ended() override {
+      log.look();
+      --log.open;
+    }
+    Log& log;
+  };
+
+  std::unique_ptr<Span> begin(const Observation& observation) noexcept override {
+    look();
+    seen.push_back(observation);
+    if (!recording) return nullptr;
+    ++open;
+    return std::make_unique<Ended>(*this);
+  }
+  void look() const {
+    if (cache != nullptr) stats = cache->stats(0);
+  }
+  std::vector<Observation> of(Activity activity) const {
+    std::vector<Observation> found;
+    for (const Observation& one : seen) {
+      if (one.activity == activity) found.push_back(one);
+    }
+    return found;
+  }
+  std::size_t bytesOf(Activity activity) const {
+    std::size_t bytes = 0;
+    for (const Observation& one : of(activity)) bytes += one.bytes;
+    return bytes;
+  }
+
+  const Residency* cache = nullptr;
+  bool recording = true;
+  int open = 0;
+  std::vector<Observation> seen;
+  mutable ResidencyStats stats;
+};
+
+struct ObservedRig {
+  explicit ObservedRig(std::uint64_t seed, std::size_t budget = 0) : rig(options(seed, budget, log)) {
+    log.cache = &rig.cache;
+  }
+  static CoreOptions options(std::uint64_t seed, std::size_t budget, Log& log) {
+    CoreOptions options{{.seed = seed}};
+    options.cache.budgetBytes = budget;
+    options.cache.observer = &log;
+    return options;
+  }
+  Log log; // outlives the cache
+  Rig rig;
+};
+
+void expect(const std::vector<Observation>& seen, const Block& block, Extent extent, Purpose purpose) {
+  ASSERT_EQ(seen.size(), 1U);
+  EXPECT_EQ(seen[0].host, static_cast<std::byte*>(block.data) + extent.begin);
+  EXPECT_EQ(seen[0].bytes, extent.bytes());
+  EXPECT_EQ(seen[0].purpose, purpose);
+}
+
+TEST(Observer, AMissAHitAndAnEviction) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    ObservedRig observed(seed);
+    Rig& rig = observed.rig;
+    const Stream stream = rig.sim.createStream(0);
+    const auto block = rig.newBlock(pattern(1, 1000));
+    block->purpose = Purpose::Parameter;
+    observed.log.seen.clear();
+    rig.cache.fetch(*block, {100, 900}, stream);
+    expect(observed.log.of(Activity::Fetch), *block, {100, 900}, Purpose::Parameter);
+    EXPECT_EQ(observed.log.of(Activity::Fetch)[0].device, 0);
+    rig.cache.fetch(*block, {200, 300}, stream);
+    expect(observed.log.of(Activity::Hit), *block, {200, 300}, Purpose::Parameter);
+    EXPECT_TRUE(observed.log.of(Activity::Evict).empty());
+    rig.cache.emptyCache(0);
+    expect(observed.log.of(Activity::Evict), *block, {100, 900}, Purpose::Parameter);
+    EXPECT_EQ(observed.log.seen.size(), 3U);
+    EXPECT_EQ(observed.log.open, 0);
+  }
+}
+
+TEST(Observer, AnEvictionSaysWhatItsBlockWas) {
+  ObservedRig observed(0);
+  Rig& rig = observed.rig;
+  const Stream stream = rig.sim.createStream(0);
+  auto block = rig.newBlock(pattern(1, 1000));
+  const void* const host = block->data;
+  { const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream); }
+  block.reset();
+  ASSERT_EQ(observed.log.of(Activity::Evict).size(), 1U);
+  EXPECT_EQ(observed.log.of(Activity::Evict)[0].host, host);
+  EXPECT_EQ(observed.log.of(Activity::Evict)[0].bytes, 1000U);
+}
+
+TEST(Observer, ResultsGoHomeAndTheHostWaits) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    ObservedRig observed(seed, 1 << 20);
+    Rig& rig = observed.rig;
+    const Stream stream = rig.sim.createStream(0);
+    const auto block = rig.newBlock(1000);
+    block->purpose = Purpose::Activation;
+    rig.cache.adopt(*block, rig.newResult(stream, pattern(1, 1000)), stream);
+    EXPECT_TRUE(observed.log.of(Activity::WriteBack).empty());
+    EXPECT_EQ(rig.read(*block), pattern(1, 1000));
+    expect(observed.log.of(Activity::WriteBack), *block, {0, 1000}, Purpose::Activation);
+    expect(observed.log.of(Activity::Wait), *block, {0, 1000}, Purpose::Activation);
+    EXPECT_EQ(rig.read(*block), pattern(1, 1000));
+    EXPECT_EQ(observed.log.of(Activity::Wait).size(), 1U); // nothing was in the way of the second one
+    const DeviceBuffer result = rig.newResult(stream, pattern(2, 100));
+    rig.cache.store(*block, {300, 400}, result.data, stream);
+    expect(observed.log.of(Activity::Store), *block, {300, 400}, Purpose::Activation);
+    EXPECT_EQ(observed.log.open, 0);
+  }
+}
+
+TEST(Observer, ARefusedWriteBackAlsoEnds) {
+  ObservedRig observed(0, 1 << 20);
+  Rig& rig = observed.rig;
+  const Stream stream = rig.sim.createStream(0);
+  const auto block = rig.newBlock(1000);
+  rig.cache.adopt(*block, rig.newResult(stream, pattern(1, 1000)), stream);
+  rig.link.fail(1);
+  EXPECT_ANY_THROW(rig.read(*block));
+  EXPECT_EQ(observed.log.open, 0);
+  EXPECT_EQ(rig.read(*block), pattern(1, 1000));
+}
+
+// The events are what the statistics count, whether a span is taken or not.
+TEST(Observer, TellsOfEveryCopy) {
+  for (const bool recording : {true, false}) {
+    for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+      ObservedRig observed(seed, seed % 2 == 0 ? 0 : 6000);
+      observed.log.recording = recording;
+      Rig& rig = observed.rig;
+      SimRandom random(seed);
+      const Stream stream = rig.sim.createStream(0);
+      rig.cache.setRingBytes(4000);
+      std::vector<Rig::BlockPtr> blocks;
+      for (std::uint64_t k = 0; k < 6; ++k) blocks.push_back(rig.newBlock(pattern(k, 1000)));
+      for (int step = 0; step < 60; ++step) {
+        Block& block = *blocks[random.below(blocks.size())];
+        switch (random.below(4)) {
+          case 0:
+            rig.cache.adopt(block, rig.newResult(stream, pattern(1, 1000)), stream);
+            break;
+          case 1:
+            rig.read(block);
+            break;
+          default:
+            rig.cache.fetch(block, {0, 1000}, stream);
+        }
+      }
+      blocks.clear();
+      rig.cache.emptyCache(0);
+      const TransferStats moved = rig.cache.transferStats(0);
+      const ResidencyStats stats = rig.cache.stats(0);
+      EXPECT_EQ(observed.log.of(Activity::Fetch).size(), moved.copiesToDevice);
+      EXPECT_EQ(observed.log.bytesOf(Activity::Fetch), moved.bytesToDevice);
+      EXPECT_EQ(observed.log.of(Activity::WriteBack).size(), moved.copiesToHost);
+      EXPECT_EQ(observed.log.bytesOf(Activity::WriteBack), moved.bytesToHost);
+      EXPECT_EQ(observed.log.of(Activity::Hit).size(), stats.hits);
+      EXPECT_EQ(observed.log.of(Activity::Evict).size(), stats.evictions);
+      EXPECT_GT(stats.hits, 0U);
+      EXPECT_EQ(observed.log.open, 0);
+    }
+  }
+}
+
+} // namespace
+} // namespace offload

@@ -1,0 +1,247 @@
+"""``torch_offload.trace`` and what torch.profiler sees of the cache."""
+
+import gc
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CACHED, GPU, data, layers
+from torch import nn
+
+import torch_offload
+from torch_offload._timeline import annotate
+
+cached = pytest.mark.skipif(not CACHED, reason="nothing is copied where there is no cache")
+
+
+def train(model: nn.Module, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(data(4, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def traced(path: Path, run, **kwargs) -> tuple[list[dict], dict[str, int]]:
+    """The events of the category offload, and the counts, of a run; a valid file."""
+    with torch_offload.trace(path, **kwargs):
+        run()
+    timeline = json.loads(path.read_text())
+    for event in timeline["traceEvents"]:
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+    return [e for e in timeline["traceEvents"] if e.get("cat") == "offload"], timeline["torch_offload"]
+
+
+def of(events: list[dict], *activities: str) -> list[dict]:
+    return [event for event in events if event["args"]["activity"] in activities]
+
+
+def bytes_of(events: list[dict]) -> int:
+    return sum(event["args"]["bytes"] for event in events)
+
+
+@cached
+@pytest.mark.parametrize("budget", [0, "auto"])
+def test_every_copy_is_an_event(tmp_path, budget):
+    model = layers(3).to("offload")
+    torch.offload.empty_cache()
+    torch_offload.set_budget(budget)
+    try:
+        events, counts = traced(tmp_path / "t.json", lambda: train(model), model=model)
+    finally:
+        torch_offload.set_budget("auto")
+    fetches = of(events, "fetch")
+    assert len(fetches) == counts["link.copies_to_device"] > 0
+    assert bytes_of(fetches) == counts["link.bytes_to_device"]
+    assert len(of(events, "hit")) == counts["cache.hits"]
+    assert len(of(events, "hit", "fetch")) == counts["cache.fetches"]
+    home = of(events, "write_back", "store")
+    assert len(home) == counts["link.copies_to_host"] > 0
+    assert bytes_of(home) == counts["link.bytes_to_host"]
+    assert len(of(events, "evict")) == counts["cache.evictions"] > 0
+    assert {event["args"]["tensor"] for event in fetches} == {name for name, _ in model.named_parameters()}
+    assert {event["args"]["tensor"] for event in home} == {"gradient"}
+    for event in events:
+        assert event["name"] == f"offload::{event['args']['activity']} {event['args']['tensor']}"
+
+
+@cached
+def test_bytes_are_of_the_tensor_that_is_named(tmp_path):
+    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 512, bias=False)).to("offload")
+    torch.offload.empty_cache()
+    with torch.no_grad():
+        events, _ = traced(tmp_path / "t.json", lambda: model(data(4, 128)), model=model)
+    seen = {event["args"]["tensor"]: event["args"]["bytes"] for event in of(events, "fetch")}
+    assert seen == {"0.weight": 128 * 256 * 4, "0.bias": 256 * 4, "1.weight": 256 * 512 * 4}
+
+
+@cached
+def test_names_are_found_without_being_told(tmp_path):
+    with torch.device("offload"):
+        model = nn.Sequential(nn.Linear(8, 8))
+    gc.collect()
+    events, _ = traced(tmp_path / "t.json", lambda: model(data(4, 8)))
+    named = {event["args"]["tensor"] for event in of(events, "fetch", "hit")}
+    assert all(name.endswith(("0.weight", "0.bias")) for name in named), named
+    assert len(named) == 2
+
+
+@cached
+def test_a_name_goes_with_its_storage(tmp_path):
+    model = nn.Linear(8, 8).to("offload")
+    address = model.weight.untyped_storage().data_ptr()
+    del model
+    gc.collect()
+    torch.offload.synchronize()
+    others = [torch.randn(8, 8).to("offload") for _ in range(64)]
+    assert address in {other.untyped_storage().data_ptr() for other in others}  # or the test shows nothing
+    events, _ = traced(tmp_path / "t.json", lambda: [data(8, 8) @ other for other in others], model=nn.Module())
+    assert {event["args"]["tensor"] for event in of(events, "fetch", "hit")} == {"temporary"}
+
+
+@cached
+def test_other_runs_of_the_profiler_show_the_ranges():
+    model = layers(2).to("offload")
+    torch.offload.empty_cache()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+        model(data(4, 8))
+    fetched = Counter(e.name for e in profiler.events() if e.name.startswith("offload::fetch "))
+    assert fetched == {
+        f"offload::fetch {name} [{parameter.nbytes} B]": 1 for name, parameter in model.named_parameters()
+    }
+
+
+@cached
+def test_the_host_waits_for_gradients(tmp_path):
+    model = nn.Linear(512, 512, bias=False).to("offload")
+    torch.offload.empty_cache()
+
+    def run():
+        model(data(64, 512)).sum().backward()
+        model.weight.grad.cpu()
+
+    events, _ = traced(tmp_path / "t.json", run, model=model)
+    (home,) = of(events, "write_back", "store")
+    assert home["args"]["bytes"] == 512 * 512 * 4
+    for wait in of(events, "wait"):
+        assert wait["args"]["bytes"] == 512 * 512 * 4
+        assert wait["ts"] >= home["ts"] + home["dur"]
+
+
+def test_a_file_is_written_without_a_cache_and_after_an_exception(tmp_path):
+    with pytest.raises(ValueError, match="of mine"):
+        traced(tmp_path / "t.json", lambda: [torch.ones(2).add(1), (_ for _ in ()).throw(ValueError("of mine"))])
+    timeline = json.loads((tmp_path / "t.json").read_text())
+    assert "aten::add" in {event["name"] for event in timeline["traceEvents"]}
+    assert timeline["torch_offload"]["link.bytes_to_device"] == 0
+    with pytest.raises(FileNotFoundError):
+        traced(tmp_path / "none" / "t.json", lambda: None)
+
+
+def span(cat: str, name: str, tid: int, ts: float, dur: float, **arguments) -> dict:
+    pid = 1 if cat in ("user_annotation", "cuda_runtime", "cuda_driver") else 0
+    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": arguments}
+
+
+def launch(correlation: int, called: float, ran: float, dur: float) -> list[dict]:
+    return [
+        span("cuda_runtime", "cudaLaunchKernel", 1, called, 1, correlation=correlation),
+        span("kernel", f"gemm{correlation}", 7, ran, dur, correlation=correlation, stream=7),
+    ]
+
+
+def copied(correlation: int, tensor: str, called: float, ran: float, dur: float) -> list[dict]:
+    return [
+        span("user_annotation", f"offload::fetch {tensor} [64 B]", 1, called - 1, 4),
+        span("cuda_runtime", "cudaMemcpyAsync", 1, called, 1, correlation=correlation),
+        span("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 20, ran, dur, correlation=correlation, bytes=64),
+    ]
+
+
+def annotated(*events: list[dict]) -> list[dict]:
+    timeline = {"traceEvents": [{"ph": "M", "name": "process_name"}, *(e for group in events for e in group)]}
+    annotate(timeline)
+    return timeline["traceEvents"][1:]
+
+
+def test_a_stall_is_from_the_last_work_until_the_copy_has_landed():
+    events = annotated(
+        launch(1, 0, 10, 20),  # runs until 30
+        copied(2, "a", 5, 8, 60),  # lands at 68
+        copied(3, "b", 10, 68, 32),  # lands at 100
+        launch(4, 15, 102, 10),
+    )
+    assert [e["name"] for e in events if e["cat"] == "gpu_memcpy"] == ["offload::fetch a", "offload::fetch b"]
+    (stall,) = [e for e in events if e["args"].get("activity") == "stall"]
+    assert stall["name"] == "offload::stall b"
+    assert (stall["ts"], stall["dur"]) == (30, 70)
+    assert (stall["pid"], stall["tid"]) == (0, 7)
+
+
+def test_work_that_is_enqueued_late_has_not_waited_before():
+    events = annotated(copied(2, "a", 5, 8, 60), launch(4, 50, 70, 10))
+    (stall,) = [e for e in events if e["args"].get("activity") == "stall"]
+    assert (stall["ts"], stall["dur"]) == (50, 18)
+
+
+def test_a_hit_waits_for_the_copy_that_is_under_way():
+    hit = [span("user_annotation", "offload::hit a [64 B]", 1, 90, 1)]
+    events = annotated(copied(2, "a", 5, 8, 192), launch(3, 20, 30, 5), hit, launch(4, 95, 201, 10))
+    stalls = [e for e in events if e["args"].get("activity") == "stall"]
+    assert [(e["ts"], e["dur"], e["args"]["before"]) for e in stalls] == [(95, 105, "gemm4")]
+
+
+def test_no_stall_where_the_copy_has_landed_or_work_went_on():
+    assert not [
+        e
+        for e in annotated(
+            launch(1, 0, 10, 90),  # runs until 100
+            copied(2, "a", 5, 8, 60),
+            launch(3, 15, 100, 10),
+        )
+        if e["args"].get("activity") == "stall"
+    ]
+
+
+def test_a_copy_of_the_users_keeps_its_name():
+    events = annotated(
+        [
+            span("cuda_runtime", "cudaMemcpyAsync", 1, 2, 1, correlation=1),
+            span("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 7, 5, 9, correlation=1),
+        ],
+        copied(2, "a", 50, 80, 60),
+    )
+    assert [e["name"] for e in events if e["cat"] == "gpu_memcpy"] == [
+        "Memcpy HtoD (Pageable -> Device)",
+        "offload::fetch a",
+    ]
+
+
+@pytest.mark.gpu
+def test_copies_on_the_gpu_have_names_and_bytes(tmp_path):
+    assert GPU
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(6)]).to("offload")
+    x = torch.randn(8, 2048, device="cuda")
+    torch_offload.set_budget(0)
+    try:
+        torch.offload.empty_cache()
+        with torch.no_grad():
+            model(x)
+            torch.offload.empty_cache()
+            events, counts = traced(tmp_path / "t.json", lambda: model(x), model=model)
+    finally:
+        torch_offload.set_budget("auto")
+    timeline = json.loads((tmp_path / "t.json").read_text())
+    copies = [e for e in timeline["traceEvents"] if e.get("cat") == "gpu_memcpy" and "tensor" in e["args"]]
+    assert len(copies) == counts["link.copies_to_device"] == 6
+    assert sum(e["args"]["bytes"] for e in copies) == counts["link.bytes_to_device"] == 6 * 2048 * 2048 * 4
+    assert {e["args"]["tensor"] for e in copies} == {name for name, _ in model.named_parameters()}
+    # 16 MiB take longer than the multiplication with 8 rows: every layer waits for its weight.
+    stalls = of(events, "stall")
+    assert len(stalls) >= 5
+    on_the_link = sum(e["dur"] for e in copies)
+    assert 0.5 * on_the_link < sum(e["dur"] for e in stalls) < 1.2 * on_the_link

@@ -1,0 +1,52 @@
+"""Names of tensors, for profilers: the cache's ranges carry them (csrc/aten/activity_ranges.h)."""
+
+import functools
+import gc
+import itertools
+import threading
+from typing import Any
+
+import torch
+
+from torch_offload import _C
+
+
+def name_tensors(module: torch.nn.Module, prefix: str = "", replace: bool = True) -> None:
+    """Names the offload parameters and buffers of a module; ``replace`` says what becomes of names that they have."""
+    for name, tensor in itertools.chain(module.named_parameters(prefix), module.named_buffers(prefix)):
+        if tensor.device.type == "offload":
+            _C.name_tensor(tensor, name, replace)
+
+
+def name_all_modules() -> None:
+    """The same for every module that is no part of another one; with their class in front where there are several."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    parts = {id(child) for module in modules for child in module.children()}
+    roots = [module for module in modules if id(module) not in parts and any(p.is_offload for p in module.parameters())]
+    for module in roots:
+        name_tensors(module, type(module).__name__ if len(roots) > 1 else "")
+
+
+class _Depth(threading.local):
+    """How many calls of a module's ``_apply`` this thread is in: one for each level of the module."""
+
+    value = 0
+
+
+def register() -> None:
+    """Names what a module moves to offload by the module that was moved, unless it has a name."""
+    original = torch.nn.Module._apply
+    depth = _Depth()
+
+    @functools.wraps(original)
+    def _apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        depth.value += 1
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            depth.value -= 1
+        if depth.value == 0 and _C.in_use():
+            name_tensors(self, replace=False)
+        return result
+
+    torch.nn.Module._apply = _apply
