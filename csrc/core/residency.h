@@ -23,6 +23,7 @@
 // when much has been added; in between PyTorch's allocator asks for memory back by relieve().
 #pragma once
 
+#include "core/audit.h"
 #include "core/host_lease.h"
 #include "core/pin.h"
 #include "core/schedule.h"
@@ -49,6 +50,8 @@ struct ResidencyOptions {
   /// For tests: gives up every Slot at its last unpin, and fills memory that is given up with 0xFF.
   bool evictAtUnpin = false;
   bool poison = false;
+  /// For tests: checks every invariant after every public call, and ends the process where one is broken.
+  bool validate = false;
   /// For tests: every copy waits this long on its stream first.
   std::chrono::microseconds copyDelay{0};
   /// Memory that is not page-locked is copied in pieces of this size.
@@ -105,7 +108,8 @@ class Residency {
   ResidencyStats stats(int device) const;
   void resetPeaks(int device);
   TransferStats transferStats(int device) const;
-  /// Checks every invariant; throws Error with what is broken.
+  /// Checks every invariant, of all Slots and their Blocks, or of one Block; throws Error with what is broken.
+  void validate() const;
   void validate(const Block& block) const;
 
  private:
@@ -148,10 +152,14 @@ class Residency {
   void letGo(const std::shared_ptr<Slot>& slot, Slots& retired);
   void release(Slots& retired) noexcept;
   void settle() noexcept;
-  DeviceBuffer allocate(Device& device, std::size_t bytes);
+  void* allocate(Device& device, std::size_t bytes);
   void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, Stream stream, TokenSet& reads);
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
   void endLease(Block& block, Access access) noexcept;
+  void require(const Block& block) const;
+  auto audit(const char* call, const Block* block = nullptr) const {
+    return Audit(options_.validate, call, [this, block] { block != nullptr ? validate(*block) : validate(); });
+  }
   void refuseCapture(Stream stream, const char* what);
 
   Link& link_;

@@ -75,9 +75,8 @@ struct Slot {
   TokenSet readers;
   int pins = 0;
   Share share = Share::Passing;
-  /// Place in its SlotQueue: in the list of its share, where nothing pins it, or it is Dirty.
+  /// Place in its SlotQueue, from when it is charged until it is retired.
   std::list<std::shared_ptr<Slot>>::iterator place;
-  bool isListed = false;
 };
 
 } // namespace offload

@@ -21,9 +21,9 @@ struct ResidencyStats {
   std::size_t dirtyBytes = 0; // and bytes that are newer than the host's
 };
 
-/// Slots that nothing pins are listed by their share, and Dirty ones also where something does; the one that has been there longest
-/// is in front. Guarded by Residency. What is retired leaves its Block and is charged no more; its memory is the caller's to
-/// release, outside the lock.
+/// Every Slot from add() until it is retired is in one list: Dirty ones by themselves, of the others those that are pinned, and those
+/// that nothing pins by their share; the one that has been there longest is in front. Guarded by Residency. What is retired leaves
+/// its Block and is charged no more; its memory is the caller's to release, outside the lock.
 class SlotQueue {
  public:
   /// Charges a new Slot, which has one Pin.
@@ -50,8 +50,8 @@ class SlotQueue {
   std::size_t budgetedBytes() const noexcept {
     return stats.stayingBytes + stats.dirtyBytes;
   }
-  /// Throws Error with what is broken.
-  void validate() const;
+  /// Walks every Slot; throws Error with what is broken.
+  void validate(const std::function<void(const std::shared_ptr<Slot>&)>& visit) const;
 
   ResidencyStats stats;
 
@@ -60,14 +60,14 @@ class SlotQueue {
 
   List& listOf(const Slot& slot);
   std::size_t* accountOf(const Slot& slot);
-  void enlist(const std::shared_ptr<Slot>& slot);
-  void delist(Slot& slot);
+  void relist(const Slot& slot, List& from);
   void charge(Slot& slot, Share share);
   void discharge(Slot& slot);
 
   List passing_;
   List staying_;
   List dirty_;
+  List pinned_;
 };
 
 } // namespace offload

@@ -7,6 +7,7 @@
 namespace offload {
 
 void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
+  const auto audited = audit("adopt", &block);
   Device& dev = device(producer.device);
   auto slot = std::make_shared<Slot>();
   slot->extent = {0, block.bytes};
@@ -56,6 +57,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
 }
 
 void Residency::store(Block& block, Extent extent, const void* source, Stream producer) {
+  const auto audited = audit("store", &block);
   refuseCapture(producer, "copy into an offload tensor");
   settle();
   if (extent.bytes() == 0) return;
@@ -89,8 +91,11 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
     Lock lock(mutex_);
     --block.issuing;
     block.writers.add(home);
-    block.hostVersion = ++block.version;
-    retireStale(block, retired);
+    // What failed before any byte could change has written nothing; and where the newest bytes are on the device, they still are.
+    if (!failure || !(home.empty() || dirtyOf(block))) {
+      block.hostVersion = ++block.version;
+      retireStale(block, retired);
+    }
     leased = block.leases > 0;
   }
   issued_.notify_all();
