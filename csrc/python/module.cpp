@@ -115,8 +115,10 @@ PYBIND11_MODULE(_C, m) {
     const c10::Device device = pairedDevice(static_cast<c10::DeviceIndex>(index));
     return py::reinterpret_steal<py::object>(THPDevice_New(device));
   });
-  m.def("enter_host_scope", &HostScope::enter);
-  m.def("leave_host_scope", &HostScope::leave);
+  py::class_<HostScope>(m, "HostScope")
+      .def(py::init<>())
+      .def("__enter__", [](const HostScope&) { HostScope::enter(); })
+      .def("__exit__", [](const HostScope&, const py::args&) { HostScope::leave(); });
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
   m.def("empty_cache", &emptyCache, py::call_guard<py::gil_scoped_release>());

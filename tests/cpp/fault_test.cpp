@@ -95,10 +95,15 @@ TEST_P(Fault, TheDeviceIsLost) {
       // What could not be done then is done when the device is back.
       on.rig.link.fail(0);
       on.rig.cache.emptyCache(0);
-      on.rig.arena.trim();
+      on.more.clear();
+      // One token of a stream is asked at a time; one that could not be recorded is recorded then.
+      for (int round = 0; round < 10 && on.rig.arena.stats().reserved > 0; ++round) {
+        on.rig.arena.trim();
+        on.rig.sim.drain();
+      }
       EXPECT_EQ(on.rig.sim.bytesInUse(0), 0U);
       EXPECT_EQ(on.rig.owned, 0);
-      on.rig.sim.drain();
+      EXPECT_EQ(on.rig.arena.stats().reserved, 0U);
       ASSERT_FALSE(testing::Test::HasFailure());
     }
   }
