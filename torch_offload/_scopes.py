@@ -5,7 +5,7 @@ from contextlib import ContextDecorator
 from torch_offload import _C
 
 
-# Entering and leaving are calls of C, between which and the `with` no KeyboardInterrupt comes: a scope that was opened is closed.
+# Entering and leaving are calls of C, between which and the `with` no KeyboardInterrupt comes: what was opened is closed.
 class on_host(_C.HostScope, ContextDecorator):  # noqa: N801 - named as torch.no_grad is
     """Within it, operations of this thread on offload tensors alone run on the CPU, in place on the host bytes.
 

@@ -20,7 +20,12 @@ HostMemory memoryOf(const Block& block) {
 }
 
 Residency::Residency(Link& link, ResidencyOptions options)
-    : link_(link), events_(link), ringBytes_(options.ringBytes), budgetBytes_(options.budgetBytes), options_(options) {
+    : link_(link),
+      events_(link),
+      ringBytes_(options.ringBytes),
+      budgetBytes_(options.budgetBytes),
+      options_(options),
+      ringIsSet_(options.ringIsSet) {
   for (int index = 0; index < link.deviceCount(); ++index) {
     devices_.push_back(std::make_unique<Device>(link, events_, index, TransferOptions{options.copyDelay, options.chunkBytes}));
   }
@@ -73,6 +78,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   const std::size_t bytes = slot->buffer.bytes;
   const bool room = dev.queue.budgetedBytes() + bytes <= dev.budget;
   const bool stays = room && dev.schedule.keeps(block, extent, room);
+  const bool tooLarge = !stays && ringIsSet_ && 2 * bytes > ringBytes_ && !std::exchange(warned_, true);
   dev.queue.makeRoom(stays ? 0 : bytes, ring(bytes), retired);
   dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
   std::vector<Token> after;
@@ -106,6 +112,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   issued_.notify_all();
   if (failure) std::rethrow_exception(failure);
   pinned.data_ = slot->data;
+  if (tooLarge) warnOfRing(bytes);
   return pinned;
 }
 
@@ -230,6 +237,14 @@ std::size_t Residency::ring(std::size_t bytes) const {
   return std::max(ringBytes_, 2 * bytes);
 }
 
+void Residency::warnOfRing(std::size_t bytes) {
+  if (!options_.warn) return;
+  options_.warn(
+      "offload: a fetch of " + std::to_string(bytes) +
+      " bytes takes twice that from the device, which is more than the ring of " + std::to_string(ringBytes()) +
+      " bytes that was set; raise it with torch_offload.set_ring_bytes() or TORCH_OFFLOAD_RING_BYTES.");
+}
+
 void Residency::retireStale(Block& block, Slots& retired) {
   for (const auto& slot : Slots(block.slots)) {
     if (slot->version == block.version) continue;
@@ -352,11 +367,19 @@ std::size_t Residency::emptyCache(int index) {
 void Residency::drain(bool close) {
   const auto audited = audit("drain");
   settle();
+  std::exception_ptr failure;
   for (auto& dev : devices_) {
-    dev->transfer.drain();
+    try {
+      dev->transfer.drain();
+    } catch (...) {
+      failure = std::current_exception();
+    }
   }
-  Lock lock(mutex_);
-  closed_ = closed_ || close;
+  {
+    Lock lock(mutex_);
+    closed_ = closed_ || close;
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 void Residency::setRingBytes(std::size_t bytes) {
@@ -365,6 +388,7 @@ void Residency::setRingBytes(std::size_t bytes) {
   {
     Lock lock(mutex_);
     ringBytes_ = bytes;
+    ringIsSet_ = true;
     for (auto& dev : devices_) dev->queue.makeRoom(0, ring(0), retired);
   }
   release(retired);

@@ -33,9 +33,11 @@
 #include <chrono>
 #include <climits>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 
 namespace offload {
 
@@ -45,6 +47,10 @@ struct ResidencyOptions {
   /// Device bytes beside the ring for what stays on the device and what is newer there; none: what is free, but for the headroom.
   std::optional<std::size_t> budgetBytes;
   std::size_t headroomBytes = std::size_t{1} << 30;
+  /// Whether somebody chose ringBytes; then a fetch that it is too small for is worth a word.
+  bool ringIsSet = false;
+  /// Called with one sentence, at most once, not under a lock.
+  std::function<void(const std::string&)> warn;
   /// How long to go by what was free before it is asked again, which takes microseconds.
   std::chrono::microseconds lookInterval{5000};
   /// For tests: gives up every Slot at its last unpin, and fills memory that is given up with 0xFF.
@@ -148,6 +154,7 @@ class Residency {
   void endPass(Device& device);
   void plan(Device& device);
   std::size_t ring(std::size_t bytes) const;
+  void warnOfRing(std::size_t bytes);
   void retireStale(Block& block, Slots& retired);
   void letGo(const std::shared_ptr<Slot>& slot, Slots& retired);
   void release(Slots& retired) noexcept;
@@ -176,6 +183,8 @@ class Residency {
   std::vector<std::pair<std::shared_ptr<Slot>, std::vector<Stream>>> deferred_;
   Slots unreleased_;
   bool closed_ = false;
+  bool ringIsSet_;
+  bool warned_ = false;
 };
 
 } // namespace offload

@@ -2,6 +2,7 @@
 #include "aten/context.h"
 #include "aten/fetch.h"
 #include "aten/placement.h"
+#include "aten/settings_check.h"
 #include "aten/tensors.h"
 #include "autograd/generic.h"
 #include "compat/accelerator.h"
@@ -20,6 +21,14 @@ namespace {
 
 Context& context() {
   return Context::get();
+}
+
+FaultLink& faults() {
+  TORCH_CHECK(
+      context().faults() != nullptr,
+      "offload: no call can be made to fail; set TORCH_OFFLOAD_FAULT=0 in the environment, and "
+      "TORCH_OFFLOAD_LINK=sim where there is no GPU.");
+  return *context().faults();
 }
 
 int checkedIndex(int index) {
@@ -127,9 +136,26 @@ PYBIND11_MODULE(_C, m) {
     py::gil_scoped_release release;
     if (context().hasCache()) context().residency().setBudget(bytes);
   });
+  m.def("problem_of", [](const char* what, std::size_t bytes) {
+    return problemOf(what, bytes, context().backend(), context().deviceBytes());
+  });
   m.def("ring_bytes", [] { return context().hasCache() ? context().residency().ringBytes() : 0; });
   m.def("set_ring_bytes", [](std::size_t bytes) {
     if (context().hasCache()) context().residency().setRingBytes(bytes);
+  });
+  // For tests: the `n`-th call of the Link from now on fails, and with `lost` all that follow.
+  m.def(
+      "fail_call", [](std::uint64_t n, bool lost) { faults().fail(n, lost ? Failing::FromThenOn : Failing::Once); },
+      py::arg("n"), py::arg("lost") = false);
+  m.def("failed_calls", [] { return faults().failures(); });
+  m.def("link_use", [] {
+    const LinkUse use = faults().use();
+    py::dict result;
+    result["streams"] = use.streams;
+    result["events"] = use.events;
+    result["buffers"] = use.buffers;
+    result["locked_bytes"] = use.lockedBytes;
+    return result;
   });
   m.def(
       "drain",

@@ -40,7 +40,7 @@ bool FaultLink::failsNow() {
 
 void FaultLink::mayFail(const char* call) {
   if (failsNow()) {
-    throw Error(std::string("the simulated device was made to fail to ") + call + '.');
+    throw Error(std::string("offload: the device was made to fail to ") + call + '.');
   }
 }
 
@@ -123,7 +123,7 @@ void* FaultLink::allocate(std::size_t bytes, Stream stream) {
   if (failsNow()) {
     throw OutOfMemory(
         OutOfMemory::Where::Device, bytes,
-        "the simulated device was made to refuse " + std::to_string(bytes) + " bytes of its memory.");
+        "offload: the device was made to refuse " + std::to_string(bytes) + " bytes of its memory.");
   }
   void* const data = link_.allocate(bytes, stream);
   count(&LinkUse::buffers, 1);
