@@ -1,33 +1,14 @@
-"""Optimizer steps on the host: the scope that ``torch.optim`` opens around every step, and the CPU's choice of algorithm."""
+"""Optimizer steps on the host: the scope around every step, and the CPU's choice of algorithm."""
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.optim import optimizer as optimizer_module
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
-from torch_offload import _C
 from torch_offload._purposes import claim_state
-
-
-class _HostScope(dict):
-    """The keyword arguments of one ``step`` call, which the step's frame holds until it ends.
-
-    A step that raises never reaches the post hook; the scope then ends when that frame is gone, with this object.
-    """
-
-    _open = False
-
-    def enter(self) -> "_HostScope":
-        _C.enter_host_scope()
-        self._open = True
-        return self
-
-    def leave(self) -> None:
-        if self._open:
-            self._open = False
-            _C.leave_host_scope()
-
-    __del__ = leave
+from torch_offload._scopes import on_host
 
 
 def _holds_offload(optimizer: Optimizer) -> bool:
@@ -38,14 +19,24 @@ def _holds_offload(optimizer: Optimizer) -> bool:
     )
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    return (args, _HostScope(kwargs).enter()) if _holds_offload(optimizer) else None
+# Hooks of a step would not do: the one behind it is not called where the step raises.
+def _hosted(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def step_on_host(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not _holds_offload(self):
+            return step(self, *args, **kwargs)
+        with on_host():
+            result = step(self, *args, **kwargs)
+        claim_state(self)
+        return result
+
+    return step_on_host
 
 
-def _after(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-    if isinstance(kwargs, _HostScope):
-        kwargs.leave()
-        claim_state(optimizer)
+def _subclasses(cls: type) -> Iterator[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _default_to_the_cpus_algorithm() -> None:
@@ -58,7 +49,14 @@ def _default_to_the_cpus_algorithm() -> None:
 
 
 def register() -> None:
-    """Opens the scope around the steps of every optimizer that holds offload parameters."""
+    """Puts the scope around the steps of every optimizer that holds offload parameters.
+
+    PyTorch wraps the ``step`` of a class when its first optimizer is made; that is where this wraps it too.
+    """
     _default_to_the_cpus_algorithm()
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+    hook = Optimizer.profile_hook_step
+    Optimizer.profile_hook_step = staticmethod(lambda step: _hosted(hook(step)))
+    for cls in {*_subclasses(Optimizer)}:
+        step = cls.__dict__.get("step")
+        if getattr(step, "hooked", False):
+            cls.step = _hosted(step)

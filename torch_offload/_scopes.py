@@ -1,13 +1,12 @@
 """Scopes that say where operations on offload tensors run."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 
 from torch_offload import _C
 
 
-@contextmanager
-def on_host() -> Iterator[None]:
+# Entering and leaving are calls of C, between which and the `with` no KeyboardInterrupt comes: what was opened is closed.
+class on_host(_C.HostScope, ContextDecorator):  # noqa: N801 - named as torch.no_grad is
     """Within it, operations of this thread on offload tensors alone run on the CPU, in place on the host bytes.
 
     Without it a new value (``w.norm()``, ``a @ b``) is made on the GPU that ``offload:i`` is paired with. Operations that also
@@ -16,8 +15,3 @@ def on_host() -> Iterator[None]:
 
     Source: the placement rule, docs/design/placement.md.
     """
-    _C.enter_host_scope()
-    try:
-        yield
-    finally:
-        _C.leave_host_scope()

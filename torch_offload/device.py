@@ -5,6 +5,7 @@ Counts of bytes are of host memory (what offload tensors hold) unless a name say
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -170,8 +171,11 @@ def get_ring_bytes() -> int:
 
 def set_ring_bytes(count: int) -> None:
     """Sets :func:`get_ring_bytes`. A fetch may always take twice its own bytes, so that the next one overlaps with it."""
-    if count < 0:
-        raise ValueError(f"a number of bytes can't be negative; got {count}.")
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"a ring is a number of bytes; got {count!r}.")
+    if not 0 <= count < 1 << 63:
+        raise ValueError(f"a number of bytes can't be negative, nor 2**63 or more; got {count}.")
+    _warn_of("ring", count)
     _C.set_ring_bytes(count)
 
 
@@ -193,13 +197,21 @@ def set_budget(budget: int | str | None = "auto") -> None:
     Raises:
         ValueError: for anything else.
     """
-    _C.set_budget(_bytes_of(budget))
+    count = _bytes_of(budget)
+    if count is not None:
+        _warn_of("budget", count)
+    _C.set_budget(count)
+
+
+def _warn_of(what: str, count: int) -> None:
+    if problem := _C.problem_of(what, count):
+        warnings.warn(problem, stacklevel=3)
 
 
 def _bytes_of(budget: int | str | None) -> int | None:
     if budget is None or budget == "auto":
         return None
-    if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0:
+    if isinstance(budget, int) and not isinstance(budget, bool) and 0 <= budget < 1 << 63:
         return budget
     share = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget) if isinstance(budget, str) else None
     if share is None or float(share[1]) > 100:

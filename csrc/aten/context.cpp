@@ -2,6 +2,7 @@
 
 #include "aten/activity_ranges.h"
 #include "aten/cuda_glue.h"
+#include "aten/settings_check.h"
 #include "core/error.h"
 #include "core/link/sim_link.h"
 
@@ -66,6 +67,9 @@ Settings Settings::fromEnvironment() {
   settings.evictAtUnpin = environmentNumber("TORCH_OFFLOAD_EVICT", 0) != 0;
   settings.poison = environmentNumber("TORCH_OFFLOAD_POISON", 0) != 0;
   settings.copyDelay = std::chrono::microseconds(environmentNumber("TORCH_OFFLOAD_COPY_DELAY_US", 0));
+  settings.validate = environmentNumber("TORCH_OFFLOAD_VALIDATE", 0) != 0;
+  const char* fault = std::getenv("TORCH_OFFLOAD_FAULT");
+  if (fault != nullptr && *fault != '\0') settings.fault = environmentNumber("TORCH_OFFLOAD_FAULT", 0);
   return settings;
 }
 
@@ -106,7 +110,7 @@ Context::Context(const Settings& settings) {
     SimOptions options;
     options.seed = settings.seed;
     options.devices = 1;
-    options.deviceBytes = std::size_t{8} << 30;
+    options.deviceBytes = deviceBytes_ = std::size_t{8} << 30;
     options.foreignDeviceMemory = true;
     options.wantsRegistration = settings.pinnedLimit != SIZE_MAX; // so that a limit has something to limit
     backend_ = Backend::Sim;
@@ -114,12 +118,16 @@ Context::Context(const Settings& settings) {
   } else if (name != "none" && cuda::deviceCount() > 0) {
     backend_ = Backend::Cuda;
     link_ = cuda::makeLink();
+    deviceBytes_ = cuda::totalMemory();
   }
+  checkEnvironment(backend_);
+  if (link_ && settings.fault) faults_ = std::make_unique<FaultLink>(*link_);
   ArenaOptions arena;
   arena.poison = settings.poison;
+  arena.validate = settings.validate;
   arena.pinnedLimit = settings.pinnedLimit;
   arena.warn = [](const std::string& sentence) { TORCH_WARN(sentence); };
-  arena_ = std::make_unique<Arena>(link_.get(), std::move(arena));
+  arena_ = std::make_unique<Arena>(link(), std::move(arena));
   if (!link_) return;
   ResidencyOptions options;
   options.ringBytes = settings.ringBytes > 0 ? settings.ringBytes : defaultRingBytes(backend_);
@@ -129,7 +137,14 @@ Context::Context(const Settings& settings) {
   options.poison = settings.poison;
   options.copyDelay = settings.copyDelay;
   options.observer = &activityRanges();
-  residency_ = std::make_unique<Residency>(*link_, options);
+  options.validate = settings.validate;
+  options.ringIsSet = settings.ringBytes > 0;
+  options.warn = [](const std::string& sentence) { TORCH_WARN(sentence); };
+  residency_ = std::make_unique<Residency>(*link(), options);
+  for (const auto& [what, bytes] : {std::pair{"ring", settings.ringBytes}, {"budget", settings.budgetBytes.value_or(0)}}) {
+    if (const std::string problem = problemOf(what, bytes, backend_, deviceBytes_); !problem.empty()) TORCH_WARN(problem);
+  }
+  if (faults_) faults_->fail(*settings.fault);
   if (backend_ != Backend::Cuda) return;
   cuda::relieveAllocatorBy(
       [](c10::DeviceIndex index, std::size_t free, std::size_t usual, std::size_t most) -> std::size_t {

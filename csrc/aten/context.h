@@ -3,6 +3,7 @@
 
 #include "core/arena.h"
 #include "core/host_accounts.h"
+#include "core/link/fault_link.h"
 #include "core/residency.h"
 
 #include <c10/core/Device.h>
@@ -35,8 +36,10 @@ struct Settings {
   bool evictAtUnpin = false;
   bool poison = false;
   std::chrono::microseconds copyDelay{0};
+  bool validate = false;
+  std::optional<std::uint64_t> fault; // the call of the Link that fails; 0 none, but one may be chosen later
 
-  /// From TORCH_OFFLOAD_LINK, _SEED, _RING_BYTES, _BUDGET, _PINNED_LIMIT, _EVICT, _POISON and _COPY_DELAY_US.
+  /// From TORCH_OFFLOAD_LINK, _SEED, _RING_BYTES, _BUDGET, _PINNED_LIMIT, _EVICT, _POISON, _COPY_DELAY_US, _VALIDATE and _FAULT.
   static Settings fromEnvironment();
 };
 
@@ -67,7 +70,15 @@ class Context {
     return *arena_;
   }
   Link* link() const noexcept {
-    return link_.get();
+    return faults_ ? faults_.get() : link_.get();
+  }
+  /// What fails calls of the Link; null unless TORCH_OFFLOAD_FAULT is set.
+  FaultLink* faults() const noexcept {
+    return faults_.get();
+  }
+  /// Memory of a device that fetches go to; 0 where there is no cache.
+  std::size_t deviceBytes() const noexcept {
+    return deviceBytes_;
   }
   /// The stream that work of the calling thread goes to now.
   Stream currentStream(c10::DeviceIndex index) const;
@@ -114,6 +125,8 @@ class Context {
 
   Backend backend_ = Backend::Host;
   std::unique_ptr<Link> link_;
+  std::unique_ptr<FaultLink> faults_;
+  std::size_t deviceBytes_ = 0;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Residency> residency_;
   mutable std::mutex blocksMutex_;

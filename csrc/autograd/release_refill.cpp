@@ -31,10 +31,11 @@ class Emptied {
 
   void acquire() {
     std::lock_guard lock(mutex_);
-    if (users_++ > 0) return;
+    // Also where another node uses them, or failed to: what could not be fetched then is missing still.
     for (const auto& [source, fetched] : fetched_) {
       if (fetched.storage().nbytes() == 0) refillFetched(fetched, source);
     }
+    ++users_;
   }
 
   void release() {

@@ -52,11 +52,18 @@ Arena::Arena(Link* link, ArenaOptions options)
 
 Arena::~Arena() {
   collect(Poll::Wait);
-  pending_.clear();
-  destroy(ranges_.removeAll());
+  trim();
+  ArenaRanges::Regions used = ranges_.removeAll();
+  if (!pending_.empty()) {
+    // What the device can't tell to be done with is kept.
+    for (const auto& region : used) region->memory.abandon();
+  } else {
+    destroy(std::move(used));
+  }
 }
 
 HostRange Arena::allocate(std::size_t bytes) {
+  const auto audited = audit("allocate");
   const std::size_t rounded = roundUp(std::clamp<std::size_t>(bytes, 1, PTRDIFF_MAX), ArenaSlabs::kGranule);
   collect(Poll::Some);
   HostRange range = take(rounded, wanted_);
@@ -116,6 +123,7 @@ void Arena::giveBack(const Lock& /*lock*/, HostAddress range) {
 }
 
 void Arena::free(void* data, std::vector<Token> pending) noexcept {
+  const auto audited = audit("free");
   const Lock lock(mutex_);
   const auto range = reinterpret_cast<HostAddress>(data);
   const std::size_t bytes = bytesOf(lock, range);
@@ -131,6 +139,7 @@ void Arena::free(void* data, std::vector<Token> pending) noexcept {
 }
 
 void Arena::keepAlive(std::shared_ptr<void> owner, std::vector<Token> pending) noexcept {
+  const auto audited = audit("keepAlive");
   const Lock lock(mutex_);
   pending_.push_back({0, std::move(pending), std::move(owner)});
 }
@@ -162,6 +171,7 @@ bool Arena::collect(Poll poll) {
 }
 
 std::size_t Arena::trim() {
+  const auto audited = audit("trim");
   collect(Poll::All);
   {
     const Lock lock(mutex_);

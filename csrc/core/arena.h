@@ -16,6 +16,7 @@
 #include "core/arena_ranges.h"
 #include "core/arena_slabs.h"
 #include "core/arena_snapshot.h"
+#include "core/audit.h"
 #include "core/shared_memory.h"
 #include "core/token.h"
 
@@ -47,6 +48,8 @@ struct ArenaOptions {
   bool prefault = true;
   /// Fills every range with 0xFF before handing it out, so that a read of bytes that nobody wrote shows as NaN.
   bool poison = false;
+  /// Checks every invariant after every public call, and ends the process where one is broken.
+  bool validate = false;
   /// Called with one sentence when memory can't be page-locked; at most once.
   std::function<void(const std::string&)> warn;
   /// What memory there is, in place of readMemoryLimits().
@@ -68,7 +71,7 @@ class Arena {
  public:
   /// `link` may be null: nothing is page-locked then. It must outlive the Arena.
   explicit Arena(Link* link, ArenaOptions options = {});
-  /// Waits for what is pending.
+  /// Waits for what is pending. Memory that the device can't tell about is kept.
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -105,6 +108,9 @@ class Arena {
     std::shared_ptr<void> owner;
   };
 
+  auto audit(const char* call) const {
+    return Audit(options_.validate, call, [this] { validate(); });
+  }
   HostRange take(std::size_t bytes, HostKind kind);
   HostRange carve(const Lock&, std::size_t bytes, HostKind kind);
   std::size_t bytesOf(const Lock&, HostAddress range) const;

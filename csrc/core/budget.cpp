@@ -67,6 +67,7 @@ void Residency::plan(Device& dev) {
 }
 
 void Residency::setBudget(std::optional<std::size_t> bytes) {
+  const auto audited = audit("setBudget");
   {
     Lock lock(mutex_);
     budgetBytes_ = bytes;
@@ -84,6 +85,7 @@ std::size_t Residency::budget(int index) const {
 }
 
 std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, std::size_t most) noexcept {
+  const auto audited = audit("relieve");
   Lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock() || closed_) return 0;
   Device& dev = device(index);

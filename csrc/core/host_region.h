@@ -43,6 +43,11 @@ class HostRegion {
   /// Keeps the region out of forked children: a fork would copy every page-locked page on the spot.
   void hideFromChildren() const;
 
+  /// Leaves the memory as it is for good.
+  void abandon() noexcept {
+    data_ = nullptr;
+  }
+
   static constexpr std::size_t kMostThreads = 16;
 
  private:

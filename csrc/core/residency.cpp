@@ -22,7 +22,12 @@ HostMemory memoryOf(const Block& block) {
 }
 
 Residency::Residency(Link& link, ResidencyOptions options)
-    : link_(link), events_(link), ringBytes_(options.ringBytes), budgetBytes_(options.budgetBytes), options_(options) {
+    : link_(link),
+      events_(link),
+      ringBytes_(options.ringBytes),
+      budgetBytes_(options.budgetBytes),
+      options_(options),
+      ringIsSet_(options.ringIsSet) {
   for (int index = 0; index < link.deviceCount(); ++index) {
     devices_.push_back(std::make_unique<Device>(link, events_, index, TransferOptions{options.copyDelay, options.chunkBytes}));
   }
@@ -43,6 +48,7 @@ const Residency::Device& Residency::device(int index) const {
 // ---- fetch
 
 Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
+  const auto audited = audit("fetch", &block);
   refuseCapture(stream, "fetch");
   readErrors_.raise();
   settle();
@@ -87,6 +93,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   const bool room = dev.queue.budgetedBytes() + bytes <= dev.budget;
   const bool stays = room && dev.schedule.keeps(block, extent, room);
   dev.ring = ring(bytes);
+  const bool tooLarge = !stays && ringIsSet_ && 2 * bytes > ringBytes_ && !std::exchange(warned_, true);
   dev.queue.makeRoom(stays ? 0 : bytes, dev.ring, retired);
   dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
   std::vector<Token> after;
@@ -99,7 +106,9 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   TokenSet reads;
   std::exception_ptr failure;
   try {
-    slot->buffer = allocate(dev, slot->buffer.bytes);
+    // All that is left to write of it: its bytes are charged.
+    slot->buffer.home = dev.transfer.deviceBound();
+    slot->buffer.data = allocate(dev, bytes);
     slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
     const auto span = observe({Activity::Fetch, stream.device, hostData, extent.bytes(), block.purpose});
     copyIn(*slot, block, dev, after, reads);
@@ -123,6 +132,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   pinned.data_ = slot->data;
   release(retired);
   if (next) prefetchMore(dev, std::move(next));
+  if (tooLarge) warnOfRing(bytes);
   return pinned;
 }
 
@@ -137,14 +147,13 @@ void Residency::copyIn(Slot& slot, const Block& block, Device& dev, const std::v
   }
 }
 
-DeviceBuffer Residency::allocate(Device& dev, std::size_t bytes) {
-  const Stream home = dev.transfer.deviceBound();
+void* Residency::allocate(Device& dev, std::size_t bytes) {
   try {
-    return {link_.allocate(bytes, home), bytes, home, nullptr};
+    return link_.allocate(bytes, dev.transfer.deviceBound());
   } catch (const OutOfMemory&) {
-    if (emptyCache(home.device) == 0) throw;
+    if (emptyCache(dev.index) == 0) throw;
   }
-  return {link_.allocate(bytes, home), bytes, home, nullptr};
+  return link_.allocate(bytes, dev.transfer.deviceBound());
 }
 
 // ---- host access
@@ -154,6 +163,7 @@ void Residency::prepareForWrite(Block& block) {
 }
 
 HostLease Residency::lease(Block& block, Access access) {
+  const auto audited = audit("lease", &block);
   readErrors_.raise();
   if (access == Access::Write) {
     prepareForWrite(block);
@@ -188,12 +198,14 @@ HostLease Residency::lease(Block& block, Access access) {
 }
 
 void Residency::endLease(Block& block, Access access) noexcept {
+  const auto audited = audit("endLease", &block);
   if (access == Access::Write) markWritten(block);
   Lock lock(mutex_);
   --block.leases;
 }
 
 void Residency::markWritten(Block& block) {
+  const auto audited = audit("markWritten", &block);
   Slots retired;
   {
     Lock lock(mutex_);
@@ -206,6 +218,7 @@ void Residency::markWritten(Block& block) {
 }
 
 std::vector<Token> Residency::forget(Block& block) noexcept {
+  const auto audited = audit("forget");
   std::vector<Token> pending;
   Slots retired;
   {
@@ -262,6 +275,14 @@ std::size_t Residency::ring(std::size_t bytes) const {
   return std::max(ringBytes_, 2 * bytes);
 }
 
+void Residency::warnOfRing(std::size_t bytes) {
+  if (!options_.warn) return;
+  options_.warn(
+      "offload: a fetch of " + std::to_string(bytes) +
+      " bytes takes twice that from the device, which is more than the ring of " + std::to_string(ringBytes()) +
+      " bytes that was set; raise it with torch_offload.set_ring_bytes() or TORCH_OFFLOAD_RING_BYTES.");
+}
+
 void Residency::retireStale(Block& block, Slots& retired) {
   for (const auto& slot : Slots(block.slots)) {
     if (holdsNewest(*slot, block)) continue;
@@ -299,6 +320,7 @@ void Residency::release(Slots& retired) noexcept {
 }
 
 void Residency::unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept {
+  const auto audited = audit("unpin");
   bool stays = false;
   {
     Lock lock(mutex_);
@@ -364,6 +386,7 @@ void Residency::refuseCapture(Stream stream, const char* what) {
 // ---- the whole
 
 std::size_t Residency::emptyCache(int index) {
+  const auto audited = audit("emptyCache");
   settle();
   Slots retired;
   std::size_t bytes = 0;
@@ -381,22 +404,31 @@ std::size_t Residency::emptyCache(int index) {
 }
 
 void Residency::drain(bool close) {
+  const auto audited = audit("drain");
   settle();
+  std::exception_ptr failure;
   for (auto& dev : devices_) {
-    dev->transfer.drain();
+    try {
+      dev->transfer.drain();
+    } catch (...) {
+      failure = std::current_exception();
+    }
   }
   {
     Lock lock(mutex_);
     closed_ = closed_ || close;
   }
+  if (failure) std::rethrow_exception(failure);
   readErrors_.raise();
 }
 
 void Residency::setRingBytes(std::size_t bytes) {
+  const auto audited = audit("setRingBytes");
   Slots retired;
   {
     Lock lock(mutex_);
     ringBytes_ = bytes;
+    ringIsSet_ = true;
     for (auto& dev : devices_) dev->queue.makeRoom(0, dev->ring = bytes, retired);
   }
   release(retired);
@@ -422,24 +454,64 @@ TransferStats Residency::transferStats(int index) const {
   return device(index).transfer.stats();
 }
 
-void Residency::validate(const Block& block) const {
+// Under the mutex, as is the walk of all that calls it.
+void Residency::require(const Block& block) const {
   auto require = [](bool holds, const char* what) {
-    if (!holds) throw Error(std::string("offload: the cache is inconsistent: ") + what);
+    if (!holds) throw Error(std::string("offload: the cache is inconsistent: ") + what + ".");
   };
-  Lock lock(mutex_);
   require(block.hostVersion <= block.version, "host bytes are newer than the newest");
+  require(block.issuing >= 0 && block.leases >= 0, "a Block counts less than none");
+  require(block.writers.isOrdered() && block.readers.isOrdered(), "a Block keeps a token that a later one implies");
+  std::size_t newest = 0;
+  std::size_t dirty = 0;
   for (const auto& slot : block.slots) {
     require(slot->block == &block, "a Slot belongs to another Block");
-    require(slot->extent.end <= block.bytes, "an extent reaches past its Block");
+    require(*slot->place == slot, "a Slot of a Block is not in the queue");
+    require(std::count(block.slots.begin(), block.slots.end(), slot) == 1, "a Slot is listed twice");
+    require(slot->extent.begin < slot->extent.end && slot->extent.end <= block.bytes, "an extent is not of its Block");
     require(slot->version <= block.version, "a Slot is newer than its Block");
     require(slot->state != SlotState::Gone && slot->buffer.data != nullptr, "a listed Slot has no memory");
-    require(slot->pins > 0 || slot->isListed, "an unpinned Slot is not in the queue");
+    require(slot->readers.isOrdered(), "a Slot keeps a token that a later one implies");
     require(slot->pins > 0 || slot->version == block.version, "a stale Slot is kept");
+    if (slot->version == block.version) ++newest;
+    if (slot->share == Share::Dirty) ++dirty;
+    require(
+        slot->share != Share::Dirty || (slot->version == block.version && slot->extent == Extent{0, block.bytes}),
+        "a Slot is charged as Dirty and does not hold all of the newest bytes");
   }
+  require((block.hostVersion < block.version) == (dirty == 1), "the newest bytes are nowhere, or in two places");
   require(!block.shared || block.hostVersion == block.version, "bytes of a shared Block are on a device alone");
   require(!block.shared || block.seenVersion <= block.shared->version(), "a shared Block has seen what is still to come");
-  require((block.hostVersion < block.version) == (dirtyOf(block) != nullptr), "the newest bytes are nowhere, or in two places");
-  for (const auto& dev : devices_) dev->queue.validate();
+  require(dirty == 0 || newest == 1, "a Dirty Slot is not the only one of its version");
+}
+
+void Residency::validate(const Block& block) const {
+  {
+    const Lock lock(mutex_);
+    require(block);
+  }
+  validate();
+}
+
+void Residency::validate() const {
+  const Lock lock(mutex_);
+  if (closed_) return; // what is let go then is left as it is
+  for (const auto& dev : devices_) {
+    dev->queue.validate([&](const std::shared_ptr<Slot>& slot) {
+      if (slot->device != dev->index) throw Error("offload: a Slot is in another device's queue.");
+      if (slot->block == nullptr) return;
+      const auto& listed = slot->block->slots;
+      if (std::find(listed.begin(), listed.end(), slot) == listed.end())
+        throw Error("offload: a Block does not list its Slot.");
+      require(*slot->block);
+    });
+  }
+  for (const auto& [slot, streams] : deferred_) {
+    if (slot->pins <= 0) throw Error("offload: an unpin is due for a Slot that nothing pins.");
+  }
+  for (const auto& slot : unreleased_) {
+    if (slot->state != SlotState::Gone) throw Error("offload: memory is due back of a Slot that is in use.");
+  }
 }
 
 } // namespace offload

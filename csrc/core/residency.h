@@ -30,6 +30,7 @@
 // each is followed by a count, so whatever they leave in memory is what later fetches get.
 #pragma once
 
+#include "core/audit.h"
 #include "core/host_lease.h"
 #include "core/observer.h"
 #include "core/pin.h"
@@ -40,9 +41,11 @@
 #include <chrono>
 #include <climits>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 
 namespace offload {
 
@@ -52,6 +55,10 @@ struct ResidencyOptions {
   /// Device bytes beside the ring for what stays on the device and what is newer there; none: what is free, but for the headroom.
   std::optional<std::size_t> budgetBytes;
   std::size_t headroomBytes = std::size_t{1} << 30;
+  /// Whether somebody chose ringBytes; then a fetch that it is too small for is worth a word.
+  bool ringIsSet = false;
+  /// Called with one sentence, at most once, not under a lock.
+  std::function<void(const std::string&)> warn;
   /// How long to go by what was free before it is asked again, which takes microseconds.
   std::chrono::microseconds lookInterval{5000};
   /// Copies what the Schedule expects next ahead of its fetch.
@@ -59,6 +66,8 @@ struct ResidencyOptions {
   /// For tests: gives up every Slot at its last unpin, and fills memory that is given up with 0xFF.
   bool evictAtUnpin = false;
   bool poison = false;
+  /// For tests: checks every invariant after every public call, and ends the process where one is broken.
+  bool validate = false;
   /// For tests: every copy waits this long on its stream first.
   std::chrono::microseconds copyDelay{0};
   /// Memory that is not page-locked is copied in pieces of this size.
@@ -119,7 +128,8 @@ class Residency {
   ResidencyStats stats(int device) const;
   void resetPeaks(int device);
   TransferStats transferStats(int device) const;
-  /// Checks every invariant; throws Error with what is broken.
+  /// Checks every invariant, of all Slots and their Blocks, or of one Block; throws Error with what is broken.
+  void validate() const;
   void validate(const Block& block) const;
 
  private:
@@ -169,16 +179,21 @@ class Residency {
   void endPass(Device& device);
   void plan(Device& device);
   std::size_t ring(std::size_t bytes) const;
+  void warnOfRing(std::size_t bytes);
   void retireStale(Block& block, Slots& retired);
   void writeThrough(Block& block, DeviceBuffer buffer, Stream producer);
   void noticeShared(Block& block, Slots& retired);
   void letGo(const std::shared_ptr<Slot>& slot, Slots& retired);
   void release(Slots& retired) noexcept;
   void settle() noexcept;
-  DeviceBuffer allocate(Device& device, std::size_t bytes);
+  void* allocate(Device& device, std::size_t bytes);
   void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, TokenSet& reads);
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
   void endLease(Block& block, Access access) noexcept;
+  void require(const Block& block) const;
+  auto audit(const char* call, const Block* block = nullptr) const {
+    return Audit(options_.validate, call, [this, block] { block != nullptr ? validate(*block) : validate(); });
+  }
   void refuseCapture(Stream stream, const char* what);
   void prepareForWrite(Block& block);
   /// Not under the mutex.
@@ -202,6 +217,8 @@ class Residency {
   std::vector<std::pair<std::shared_ptr<Slot>, std::vector<Stream>>> deferred_;
   Slots unreleased_;
   bool closed_ = false;
+  bool ringIsSet_;
+  bool warned_ = false;
 };
 
 } // namespace offload

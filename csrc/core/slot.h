@@ -82,12 +82,11 @@ struct Slot {
   /// The latest fetch that is expected to ask for it, by its number and the SlotQueue's epoch.
   std::uint64_t expected = 0;
   std::uint64_t epoch = 0;
+  bool isAhead = false; // as of when it was listed last
   /// It was fetched ahead, and nobody has asked for it yet.
   bool unused = false;
-  /// Place in its SlotQueue: in the list of its share, where nothing pins it, or it is Dirty.
+  /// Place in its SlotQueue, from when it is charged until it is retired.
   std::list<std::shared_ptr<Slot>>::iterator place;
-  bool isListed = false;
-  bool isAhead = false; // the list is that of Slots which are passing and expected
 };
 
 /// Whether the newest bytes of its Block are here: nobody has written since, and no read of its file has failed.

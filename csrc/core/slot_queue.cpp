@@ -8,6 +8,7 @@ namespace offload {
 
 SlotQueue::List& SlotQueue::listOf(const Slot& slot) {
   if (slot.share == Share::Dirty) return dirty_;
+  if (slot.pins > 0) return pinned_;
   if (slot.share == Share::Staying) return staying_;
   return slot.isAhead ? ahead_ : passing_;
 }
@@ -17,19 +18,20 @@ std::size_t* SlotQueue::accountOf(const Slot& slot) {
   return slot.share == Share::Dirty ? &stats.dirtyBytes : &stats.stayingBytes;
 }
 
-void SlotQueue::enlist(const std::shared_ptr<Slot>& slot) {
-  slot->isAhead = slot->share == Share::Passing && isExpected(*slot);
-  if (slot->share == Share::Passing) (slot->isAhead ? aheadBytes_ : idleBytes_) += slot->buffer.bytes;
-  List& list = listOf(*slot);
-  slot->place = list.insert(list.end(), slot);
-  slot->isListed = true;
+void SlotQueue::tally(const List& list, std::size_t bytes, bool more) {
+  if (&list != &passing_ && &list != &ahead_) return;
+  std::size_t& sum = &list == &ahead_ ? aheadBytes_ : idleBytes_;
+  sum = more ? sum + bytes : sum - bytes;
 }
 
-void SlotQueue::delist(Slot& slot) {
-  if (!slot.isListed) return;
-  slot.isListed = false;
-  listOf(slot).erase(slot.place);
-  if (slot.share == Share::Passing) (slot.isAhead ? aheadBytes_ : idleBytes_) -= slot.buffer.bytes;
+// To the end of the list that it belongs to now, if that is another.
+void SlotQueue::relist(Slot& slot, List& from) {
+  slot.isAhead = isExpected(slot);
+  List& to = listOf(slot);
+  if (&to == &from) return;
+  to.splice(to.end(), from, slot.place);
+  tally(from, slot.buffer.bytes, false);
+  tally(to, slot.buffer.bytes, true);
 }
 
 void SlotQueue::charge(Slot& slot, Share share) {
@@ -47,29 +49,31 @@ void SlotQueue::add(const std::shared_ptr<Slot>& slot, Share share) {
   stats.pinnedBytes += slot->buffer.bytes;
   stats.slotBytesPeak = std::max(stats.slotBytesPeak, stats.slotBytes);
   charge(*slot, share);
-  if (share == Share::Dirty) enlist(slot);
+  List& list = listOf(*slot);
+  slot->place = list.insert(list.end(), slot);
 }
 
 void SlotQueue::pin(const std::shared_ptr<Slot>& slot) {
+  List& from = listOf(*slot);
   if (slot->pins++ > 0) return;
   stats.pinnedBytes += slot->buffer.bytes;
-  if (slot->share != Share::Dirty) delist(*slot);
+  relist(*slot, from);
 }
 
 void SlotQueue::unpin(const std::shared_ptr<Slot>& slot, bool keep, Slots& retired) {
+  List& from = listOf(*slot);
   if (--slot->pins > 0) return;
   stats.pinnedBytes -= slot->buffer.bytes;
+  relist(*slot, from);
   const bool newest = slot->block != nullptr && holdsNewest(*slot, *slot->block);
   if (newest && slot->share == Share::Dirty) return;
-  if (keep && newest && slot->state == SlotState::Clean) {
-    enlist(slot);
-  } else {
-    retire(slot, retired);
-  }
+  if (!keep || !newest || slot->state != SlotState::Clean) retire(slot, retired);
 }
 
 void SlotQueue::retire(std::shared_ptr<Slot> slot, Slots& retired) {
-  delist(*slot);
+  List& list = listOf(*slot);
+  list.erase(slot->place);
+  tally(list, slot->buffer.bytes, false);
   discharge(*slot);
   if (slot->block != nullptr) std::erase(slot->block->slots, slot);
   slot->become(SlotState::Gone);
@@ -82,19 +86,25 @@ void SlotQueue::retire(std::shared_ptr<Slot> slot, Slots& retired) {
 
 void SlotQueue::move(const std::shared_ptr<Slot>& slot, Share share) {
   if (slot->share == share) return;
-  const bool listed = share == Share::Dirty || slot->pins == 0;
-  delist(*slot);
+  List& from = listOf(*slot);
   discharge(*slot);
   charge(*slot, share);
-  if (listed) enlist(slot);
+  relist(*slot, from);
+}
+
+void SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
+  while (passingBytes() + bytes > ring && !passing_.empty()) retire(passing_.front(), retired);
+  while (passingBytes() + bytes > ring && !ahead_.empty()) {
+    const auto later = [](const auto& a, const auto& b) { return a->expected < b->expected; };
+    retire(*std::max_element(ahead_.begin(), ahead_.end(), later), retired);
+  }
 }
 
 void SlotQueue::expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch) {
+  List& from = listOf(*slot);
   slot->expected = fetch;
   slot->epoch = epoch_;
-  if (!slot->isListed || slot->share != Share::Passing || slot->isAhead) return;
-  delist(*slot);
-  enlist(slot);
+  relist(*slot, from);
 }
 
 // What was expected goes first from now on.
@@ -103,15 +113,6 @@ void SlotQueue::expectNothing() {
   for (const auto& slot : ahead_) slot->isAhead = false;
   passing_.splice(passing_.begin(), ahead_);
   idleBytes_ += std::exchange(aheadBytes_, 0);
-}
-
-void SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
-  while (passingBytes() + bytes > ring && !passing_.empty()) retire(passing_.front(), retired);
-  while (passingBytes() + bytes > ring && !ahead_.empty()) {
-    retire(
-        *std::max_element(ahead_.begin(), ahead_.end(), [](const auto& a, const auto& b) { return a->expected < b->expected; }),
-        retired);
-  }
 }
 
 void SlotQueue::shrink(std::size_t budget, Slots& retired) {
@@ -132,36 +133,46 @@ std::shared_ptr<Slot> SlotQueue::oldestDirty() const {
   return found == dirty_.end() ? nullptr : *found;
 }
 
-void SlotQueue::validate() const {
+void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>& visit) const {
   auto require = [](bool holds, const char* what) {
     if (!holds) throw Error(std::string("offload: the queue of Slots is inconsistent: ") + what);
   };
-  std::size_t idleBytes = 0;
-  std::size_t passingIdle = 0;
+  ResidencyStats sum;
+  std::size_t idle = 0;
   std::size_t ahead = 0;
-  for (const List* list : {&passing_, &ahead_, &staying_}) {
-    const Share share = list == &staying_ ? Share::Staying : Share::Passing;
-    for (const auto& slot : *list) {
-      if (list == &passing_) passingIdle += slot->buffer.bytes;
+  for (const List* list : {&passing_, &ahead_, &staying_, &dirty_, &pinned_}) {
+    for (auto at = list->begin(); at != list->end(); ++at) {
+      const auto& slot = *at;
+      require(slot != nullptr && slot->place == at, "a Slot is in another place than it knows");
+      require(
+          (list == &dirty_) == (slot->share == Share::Dirty),
+          "a Slot is listed with Dirty ones and is none, or is one elsewhere");
+      if (list == &pinned_) require(slot->pins > 0, "a Slot that nothing pins is listed as pinned");
+      if (list == &passing_) idle += slot->buffer.bytes;
       if (list == &ahead_) ahead += slot->buffer.bytes;
-      require(slot->isAhead == (list == &ahead_), "a Slot is not where it is expected");
-      require(slot->isListed && slot->pins == 0, "a Slot in it is pinned");
-      require(slot->share == share, "a Slot is on another account than its list");
-      require(slot->state == SlotState::Clean && slot->buffer.data != nullptr, "a Slot in it holds nothing");
-      idleBytes += slot->buffer.bytes;
+      if (list == &passing_ || list == &ahead_ || list == &staying_) {
+        require((list == &ahead_) == (slot->isAhead && slot->share == Share::Passing), "a Slot is not where it is expected");
+        require(slot->pins == 0, "a Slot that could go is pinned");
+        require((list == &staying_) == (slot->share == Share::Staying), "a Slot is on another account than its list");
+        require(slot->state == SlotState::Clean && slot->block != nullptr, "a Slot that could be found again holds nothing");
+      }
+      const bool dirty = slot->state == SlotState::Dirty || slot->state == SlotState::WritingBack;
+      require(slot->pins >= 0 && slot->state != SlotState::Gone, "a retired Slot is listed");
+      require(slot->share != Share::Dirty || dirty, "what is listed as Dirty is not");
+      require(slot->pins > 0 || slot->buffer.data != nullptr, "a Slot has no memory");
+      sum.slotBytes += slot->buffer.bytes;
+      if (slot->pins > 0) sum.pinnedBytes += slot->buffer.bytes;
+      if (slot->share == Share::Staying) sum.stayingBytes += slot->buffer.bytes;
+      if (slot->share == Share::Dirty) sum.dirtyBytes += slot->buffer.bytes;
+      visit(slot);
     }
   }
-  std::size_t dirtyBytes = 0;
-  for (const auto& slot : dirty_) {
-    require(slot->isListed && slot->share == Share::Dirty, "a Slot is on another account than its list");
-    require(slot->state == SlotState::Dirty || slot->state == SlotState::WritingBack, "what is listed as Dirty is not");
-    dirtyBytes += slot->buffer.bytes;
-    if (slot->pins == 0) idleBytes += slot->buffer.bytes;
-  }
-  require(passingIdle == idleBytes_ && ahead == aheadBytes_, "bytes that nothing pins are miscounted");
-  require(dirtyBytes == stats.dirtyBytes, "Dirty bytes are miscounted");
-  require(idleBytes + stats.pinnedBytes == stats.slotBytes, "bytes are miscounted");
-  require(budgetedBytes() <= stats.slotBytes, "the budget is charged with more than there is");
+  require(idle == idleBytes_ && ahead == aheadBytes_, "bytes that nothing pins are miscounted");
+  require(sum.slotBytes == stats.slotBytes, "bytes are miscounted");
+  require(sum.pinnedBytes == stats.pinnedBytes, "pinned bytes are miscounted");
+  require(sum.stayingBytes == stats.stayingBytes, "bytes that stay are miscounted");
+  require(sum.dirtyBytes == stats.dirtyBytes, "Dirty bytes are miscounted");
+  require(stats.slotBytes <= stats.slotBytesPeak, "the peak is below what there is");
 }
 
 } // namespace offload

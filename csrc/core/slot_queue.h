@@ -24,9 +24,10 @@ struct ResidencyStats {
   std::size_t dirtyBytes = 0; // and bytes that are newer than the host's
 };
 
-/// Slots that nothing pins are listed by their share, and Dirty ones also where something does; the one that has been there longest
-/// is in front. What is passing and expected to be fetched soon is listed apart, and goes after the rest. Guarded by Residency. What is retired leaves its Block and is charged no more; its memory is the caller's to
-/// release, outside the lock.
+/// Every Slot from add() until it is retired is in one list: Dirty ones by themselves, of the others those that are pinned, and those
+/// that nothing pins by their share; the one that has been there longest is in front. What is passing and expected to be fetched soon
+/// is listed apart, and goes after the rest. Guarded by Residency. What is retired leaves its Block and is charged no more; its
+/// memory is the caller's to release, outside the lock.
 class SlotQueue {
  public:
   /// Charges a new Slot, which has one Pin.
@@ -35,6 +36,9 @@ class SlotQueue {
   /// Lets go of one Pin; a Slot without any is listed if it is worth finding again, or else is retired.
   void unpin(const std::shared_ptr<Slot>& slot, bool keep, Slots& retired);
   void retire(std::shared_ptr<Slot> slot, Slots& retired);
+  /// Charges another account.
+  void move(const std::shared_ptr<Slot>& slot, Share share);
+
   /// Notes how many fetches there have been.
   void advance(std::uint64_t fetches) noexcept {
     now_ = fetches;
@@ -47,8 +51,6 @@ class SlotQueue {
   bool wasInterrupted() noexcept {
     return std::exchange(interrupted_, false);
   }
-  /// Charges another account.
-  void move(const std::shared_ptr<Slot>& slot, Share share);
 
   /// Retires Slots that are passing until `bytes` more are within `ring`, or all that are left are pinned.
   void makeRoom(std::size_t bytes, std::size_t ring, Slots& retired);
@@ -73,29 +75,29 @@ class SlotQueue {
   std::size_t keptBytes() const noexcept {
     return passingBytes() - idleBytes_;
   }
-  /// Throws Error with what is broken.
-  void validate() const;
+  /// Walks every Slot; throws Error with what is broken.
+  void validate(const std::function<void(const std::shared_ptr<Slot>&)>& visit) const;
 
   ResidencyStats stats;
 
  private:
   using List = std::list<std::shared_ptr<Slot>>;
 
-  List& listOf(const Slot& slot);
-  std::size_t* accountOf(const Slot& slot);
-  void enlist(const std::shared_ptr<Slot>& slot);
-  void delist(Slot& slot);
-  void charge(Slot& slot, Share share);
-  void discharge(Slot& slot);
-
   bool isExpected(const Slot& slot) const noexcept {
     return slot.epoch == epoch_ && slot.expected > now_;
   }
+  List& listOf(const Slot& slot);
+  std::size_t* accountOf(const Slot& slot);
+  void tally(const List& list, std::size_t bytes, bool more);
+  void relist(Slot& slot, List& from);
+  void charge(Slot& slot, Share share);
+  void discharge(Slot& slot);
 
   List passing_;
   List ahead_;
   List staying_;
   List dirty_;
+  List pinned_;
   std::size_t idleBytes_ = 0; // of passing_
   std::size_t aheadBytes_ = 0;
   std::uint64_t now_ = 0;

@@ -3,6 +3,7 @@
 #include "core/error.h"
 #include "core/host_wait.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <unordered_map>
 
@@ -14,6 +15,7 @@ struct EventPool::Shared {
   Event take(int device) {
     {
       std::lock_guard lock(mutex);
+      if (closed) throw Error("offload: a copy can't be waited for any more, since its stream has been destroyed.");
       auto& events = idle[device];
       if (!events.empty()) {
         Event event = events.back();
@@ -25,8 +27,11 @@ struct EventPool::Shared {
   }
   // It may be recorded anew at once: waits enqueued before keep the old place (link.h, Note [Order]).
   void giveBack(int device, Event event) noexcept {
-    std::lock_guard lock(mutex);
-    if (!closed) idle[device].push_back(event);
+    {
+      std::lock_guard lock(mutex);
+      if (!closed) return idle[device].push_back(event);
+    }
+    link.destroyEvent(event); // of a token that outlives the pool
   }
 
   Link& link;
@@ -156,6 +161,15 @@ void TokenSet::appendTo(std::vector<Token>& out) const {
 
 void TokenSet::wait() const {
   for (const Token& token : tokens_) token.wait();
+}
+
+bool TokenSet::isOrdered() const noexcept {
+  for (auto later = tokens_.begin(); later != tokens_.end(); ++later) {
+    // A deferred one may be getting its place now, and learn of it after this.
+    auto superfluous = [&](const Token& earlier) { return !earlier.record_->deferred && earlier.impliedBy(*later); };
+    if (std::any_of(tokens_.begin(), later, superfluous)) return false;
+  }
+  return true;
 }
 
 std::vector<Token> TokenSet::take() noexcept {

@@ -29,6 +29,7 @@ class Token {
 
  private:
   friend class EventPool;
+  friend class TokenSet;
   struct Record;
   explicit Token(std::shared_ptr<Record> record) : record_(std::move(record)) {}
   std::shared_ptr<Record> record_;
@@ -37,6 +38,7 @@ class Token {
 /// Records tokens on streams and reuses their events.
 class EventPool {
  public:
+  /// `link` must outlive every token.
   explicit EventPool(Link& link);
   ~EventPool();
   EventPool(const EventPool&) = delete;
@@ -71,6 +73,8 @@ class TokenSet {
   bool empty() const noexcept {
     return tokens_.empty();
   }
+  /// Whether no token is implied by one that was added later.
+  bool isOrdered() const noexcept;
 
  private:
   std::vector<Token> tokens_;

@@ -8,6 +8,7 @@
 namespace offload {
 
 void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
+  const auto audited = audit("adopt", &block);
   if (block.shared) return writeThrough(block, std::move(buffer), producer);
   Device& dev = device(producer.device);
   auto slot = std::make_shared<Slot>();
@@ -60,6 +61,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
 }
 
 void Residency::store(Block& block, Extent extent, const void* source, Stream producer) {
+  const auto audited = audit("store", &block);
   refuseCapture(producer, "copy into an offload tensor");
   settle();
   if (extent.bytes() == 0) return;
@@ -95,8 +97,11 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
     Lock lock(mutex_);
     --block.issuing;
     block.writers.add(home);
-    block.hostVersion = ++block.version;
-    retireStale(block, retired);
+    // What failed before any byte could change has written nothing; and where the newest bytes are on the device, they still are.
+    if (!failure || !(home.empty() || dirtyOf(block))) {
+      block.hostVersion = ++block.version;
+      retireStale(block, retired);
+    }
     awaited = block.leases > 0 || block.shared;
   }
   issued_.notify_all();

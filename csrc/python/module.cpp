@@ -3,6 +3,7 @@
 #include "aten/context.h"
 #include "aten/fetch.h"
 #include "aten/placement.h"
+#include "aten/settings_check.h"
 #include "aten/sharing.h"
 #include "aten/tensors.h"
 #include "autograd/generic.h"
@@ -28,6 +29,14 @@ namespace {
 
 Context& context() {
   return Context::get();
+}
+
+FaultLink& faults() {
+  TORCH_CHECK(
+      context().faults() != nullptr,
+      "offload: no call can be made to fail; set TORCH_OFFLOAD_FAULT=0 in the environment, and "
+      "TORCH_OFFLOAD_LINK=sim where there is no GPU.");
+  return *context().faults();
 }
 
 int checkedIndex(int index) {
@@ -141,14 +150,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("open_shared", torch::wrap_pybind_function([](int descriptor, int index) {
           return openShared(descriptor, static_cast<c10::DeviceIndex>(index));
         }));
-  m.def("enter_host_scope", &HostScope::enter);
-  m.def("leave_host_scope", &HostScope::leave);
   m.def("claim", &claimTensors, py::arg("tensors"), py::arg("purpose"));
   m.def("snapshot", &takeSnapshot);
   m.def("record_history", [](std::size_t most) { context().accounts().recordHistory(most); });
   m.def("name_tensor", [](py::handle tensor, const std::string& name, bool replace) {
     nameTensor(THPVariable_Unpack(tensor.ptr()), name, replace);
   });
+  py::class_<HostScope>(m, "HostScope")
+      .def(py::init<>())
+      .def("__enter__", [](const HostScope&) { HostScope::enter(); })
+      .def("__exit__", [](const HostScope&, const py::args&) { HostScope::leave(); });
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
   m.def("empty_cache", &emptyCache, py::call_guard<py::gil_scoped_release>());
@@ -157,10 +168,27 @@ PYBIND11_MODULE(_C, m) {
     py::gil_scoped_release release;
     if (context().hasCache()) context().residency().setBudget(bytes);
   });
+  m.def("problem_of", [](const char* what, std::size_t bytes) {
+    return problemOf(what, bytes, context().backend(), context().deviceBytes());
+  });
   m.def("ring_bytes", [] { return context().hasCache() ? context().residency().ringBytes() : 0; });
   bindFiles(m);
   m.def("set_ring_bytes", [](std::size_t bytes) {
     if (context().hasCache()) context().residency().setRingBytes(bytes);
+  });
+  // For tests: the `n`-th call of the Link from now on fails, and with `lost` all that follow.
+  m.def(
+      "fail_call", [](std::uint64_t n, bool lost) { faults().fail(n, lost ? Failing::FromThenOn : Failing::Once); },
+      py::arg("n"), py::arg("lost") = false);
+  m.def("failed_calls", [] { return faults().failures(); });
+  m.def("link_use", [] {
+    const LinkUse use = faults().use();
+    py::dict result;
+    result["streams"] = use.streams;
+    result["events"] = use.events;
+    result["buffers"] = use.buffers;
+    result["locked_bytes"] = use.lockedBytes;
+    return result;
   });
   m.def(
       "drain",

@@ -31,14 +31,16 @@ inline ArenaOptions smallRegions() {
   ArenaOptions options;
   options.sharedRegionBytes = 1 << 16;
   options.ownRegionBytes = 1 << 15;
+  options.validate = true;
   return options;
 }
 
-/// Without a budget, unless a test asks for one.
+/// Without a budget, unless a test asks for one; every call of every test is followed by a walk of all invariants.
 inline ResidencyOptions ringOnly() {
   ResidencyOptions options;
   options.budgetBytes = 0;
   options.lookInterval = {};
+  options.validate = true;
   return options;
 }
 
@@ -138,9 +140,32 @@ struct BasicRig {
     sim.destroyEvent(event);
   }
 
+  /// Destroyed when the Arena and the Residency have been: by then all of theirs is given back.
+  struct NothingLeft {
+    const SimLink& sim;
+    const OuterLink& link;
+    const bool& lost;
+    const bool& mayKeep;
+    std::uint64_t*& failures;
+    ~NothingLeft() {
+      if (failures != nullptr) *failures = link.failures();
+      EXPECT_EQ(sim.reports(), std::vector<std::string>());
+      if (lost) return;
+      const LinkUse left = link.use();
+      EXPECT_EQ(left.streams, 0);
+      EXPECT_EQ(left.events, 0);
+      EXPECT_TRUE(left.lockedBytes == 0 || (mayKeep && link.failures() > 0)) << left.lockedBytes;
+      for (int device = 0; device < sim.deviceCount(); ++device) EXPECT_EQ(sim.bytesInUse(device), 0U);
+    }
+  };
+
   int owned = 0; // buffers of newResult() that have not been released
+  bool lost = false; // set where the device is lost for good: what it can't vouch for is kept
+  bool mayKeep = false; // page-locked bytes, where a call that fails leaves it open whether they are still used
+  std::uint64_t* failuresAtTheEnd = nullptr; // where to tell how many calls failed, the destructors' included
   SimLink sim;
   OuterLink link;
+  NothingLeft nothingLeft{sim, link, lost, mayKeep, failuresAtTheEnd};
   Arena arena;
   Residency cache;
 };

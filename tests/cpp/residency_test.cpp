@@ -400,6 +400,7 @@ TEST(Residency, DrainWaitsForCopiesBothWays) {
 
 TEST(Residency, AfterItsCloseNothingTouchesTheDevice) {
   Rig rig;
+  rig.lost = true; // what is let go then stays where it is
   const Stream stream = rig.sim.createStream(0);
   auto block = rig.newBlock(pattern(1, 1000));
   auto other = rig.newBlock(pattern(2, 1000));
@@ -415,6 +416,19 @@ TEST(Residency, AfterItsCloseNothingTouchesTheDevice) {
   EXPECT_EQ(rig.link.failures(), 0U);
   rig.link.fail(0);
   rig.cache.emptyCache(0); // finds Slots whose Blocks are gone
+}
+
+TEST(Residency, IsClosedThoughItsCopiesCouldNotBeWaitedFor) {
+  Rig rig;
+  rig.lost = true;
+  const auto block = rig.newBlock(pattern(1, 1000));
+  Pin pin = rig.cache.fetch(*block, {0, 1000}, rig.sim.createStream(0));
+  rig.link.fail(1, Failing::FromThenOn);
+  EXPECT_THROW(rig.cache.drain(true), Error);
+  const std::uint64_t failures = rig.link.failures();
+  pin = Pin();
+  EXPECT_EQ(rig.link.failures(), failures); // nothing was asked of the device
+  rig.link.fail(0);
 }
 
 // ---- capture

@@ -242,6 +242,99 @@ def test_keyboard_interrupt_in_mid_step():
     )
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_interrupts_at_many_moments(seed):
+    """SIGINT in forward, backward, clipping, step, save: no scope, lease or Pin is left, and the same model goes on."""
+    passes(
+        f"""
+        import gc, io, os, random, signal, threading, time, torch, torch_offload
+        torch.set_num_threads(1)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        host = torch_offload._C.backend() == "host"
+        moments = random.Random({seed})
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(6)]).to("offload")
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=bool({seed} % 2))
+        x = torch.ones(4, 32, device=device)
+        def work(steps):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+                torch.save([p.grad for p in net.parameters()], io.BytesIO())
+                net[0].weight @ net[1].weight
+        def on_device():
+            w = torch.ones(8, 8, device="offload")
+            before = torch_offload.memory_stats()["cache.fetches"]
+            w @ w
+            return host or torch_offload.memory_stats()["cache.fetches"] > before
+        work(3)
+        kept = []
+        for _ in range(25):
+            timer = threading.Timer(moments.uniform(0, 0.03), lambda: os.kill(os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                work(10**9)
+            except KeyboardInterrupt as error:
+                kept.append(error)  # its frames live on, as in a notebook
+            timer.join()
+            assert on_device(), "a scope is left"
+        kept.clear()
+        gc.collect()
+        torch_offload.synchronize()
+        stats = torch_offload.memory_stats()
+        assert stats["device.pinned_slot_bytes.current"] == 0, stats
+        # The same model goes on: forward and backward have the plain model's bits.
+        optimizer.zero_grad()
+        plain = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(6)]).to(device)
+        plain.load_state_dict(net.state_dict())
+        a, b = net(x).square().mean(), plain(x).square().mean()
+        a.backward(); b.backward()
+        assert torch.equal(a, b)
+        for p, q in zip(net.parameters(), plain.parameters()):
+            assert torch.equal(p.grad.cpu(), q.grad.cpu())
+        with torch.no_grad():
+            for p in net.parameters(): p.zero_()  # takes a lease to write
+        assert net(x).sum().item() == 0
+        """,
+        TORCH_OFFLOAD_VALIDATE="1",
+    )
+
+
+def test_out_of_memory_in_mid_fetch():
+    """The first memory that is refused raises PyTorch's error; then the same again is right."""
+    out = passes(
+        """
+        import torch, torch_offload
+        from torch_offload import _C
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)]).to("offload")
+        x = torch.ones(4, 32, device=device)
+        expected = [net(x).sum().item() for _ in range(2)][0]
+        torch_offload.empty_cache()
+        refused = 0
+        for n in range(1, 60):
+            torch_offload.empty_cache()
+            _C.fail_call(n)
+            try:
+                net(x).sum().item()
+            except torch.OutOfMemoryError as error:
+                refused += 1
+                assert len(str(error).splitlines()) == 1, error
+            except RuntimeError:
+                pass
+            _C.fail_call(0)
+            assert net(x).sum().item() == expected
+        print(refused)
+        """,
+        TORCH_OFFLOAD_LINK="auto" if GPU else "sim",
+        TORCH_OFFLOAD_FAULT="0",
+    )
+    assert int(out) >= 1  # later ones find something cached to give up
+
+
 @pytest.mark.parametrize("what", ["forward", "hook", "closure"])
 def test_an_exception_in_mid_step_leaves_memory_as_it_was(what):
     passes(

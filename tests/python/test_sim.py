@@ -42,7 +42,11 @@ EVERYTHING = [
     "test_functorch.py",
     "test_device_module.py",
     "test_random_programs.py",
+    "test_scopes.py",
 ]
+# What needs a cache, and orders and budgets under which most of it happens.
+CACHE = ["test_budget.py", "test_changing_order.py", "test_long_runs.py", "test_settings.py"]
+VALIDATE = {"TORCH_OFFLOAD_VALIDATE": "1"}
 # Where the order of copies matters most.
 ORDER = [
     "test_random_programs.py",
@@ -54,10 +58,13 @@ ORDER = [
 ]
 
 RUNS = {
+    "budgets and orders": (CACHE, {"TORCH_OFFLOAD_SEED": "9", **VALIDATE}),
+    "late copies": (AUTOGRAD, {"TORCH_OFFLOAD_SEED": "10", "TORCH_OFFLOAD_COPY_DELAY_US": "100", **VALIDATE}),
     "everything": (EVERYTHING, {"TORCH_OFFLOAD_SEED": "1", "TORCH_OFFLOAD_POISON": "1"}),
     "evict at once": (
         [*ORDER, "test_optim.py"],
         {
+            **VALIDATE,
             "TORCH_OFFLOAD_SEED": "2",
             "TORCH_OFFLOAD_POISON": "1",
             "TORCH_OFFLOAD_EVICT": "1",
@@ -67,6 +74,7 @@ RUNS = {
     "ring of 512 bytes": (
         ORDER,
         {
+            **VALIDATE,
             "TORCH_OFFLOAD_SEED": "3",
             "TORCH_OFFLOAD_POISON": "1",
             "TORCH_OFFLOAD_RING_BYTES": "512",
@@ -75,11 +83,11 @@ RUNS = {
     ),
     "memory that is not pinned": (
         ORDER,
-        {"TORCH_OFFLOAD_SEED": "8", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_PINNED_LIMIT": "0"},
+        {"TORCH_OFFLOAD_SEED": "8", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_PINNED_LIMIT": "0", **VALIDATE},
     ),
     "another order": (
         ORDER,
-        {"TORCH_OFFLOAD_SEED": "4", "TORCH_OFFLOAD_RING_BYTES": "4096", "TORCH_OFFLOAD_BUDGET": "2048"},
+        {**VALIDATE, "TORCH_OFFLOAD_SEED": "4", "TORCH_OFFLOAD_RING_BYTES": "4096", "TORCH_OFFLOAD_BUDGET": "2048"},
     ),
     "a third order": (ORDER, {"TORCH_OFFLOAD_SEED": "5", "TORCH_OFFLOAD_EVICT": "1", "TORCH_OFFLOAD_BUDGET": "512"}),
     "a fourth order": (ORDER, {"TORCH_OFFLOAD_SEED": "6", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_BUDGET": "0"}),
@@ -89,6 +97,7 @@ RUNS = {
 
 # The same files on a GPU, where copies can be late and free memory can be poisoned as well.
 GPU_RUNS = {
+    "every call is followed by a walk of all invariants": ([*ORDER, *CACHE], VALIDATE),
     "late copies": (ORDER, {"TORCH_OFFLOAD_COPY_DELAY_US": "2000", "TORCH_OFFLOAD_POISON": "1"}),
     "late copies without a budget": (
         ORDER,

@@ -18,6 +18,16 @@ std::uint64_t FaultLink::failures() const {
   return failures_;
 }
 
+LinkUse FaultLink::use() const {
+  const std::lock_guard lock(mutex_);
+  return use_;
+}
+
+void FaultLink::count(std::int64_t LinkUse::*of, std::int64_t by) noexcept {
+  const std::lock_guard lock(mutex_);
+  use_.*of += by;
+}
+
 bool FaultLink::failsNow() {
   const std::lock_guard lock(mutex_);
   const bool lost = failing_ == Failing::FromThenOn && failures_ > 0;
@@ -30,18 +40,32 @@ bool FaultLink::failsNow() {
 
 void FaultLink::mayFail(const char* call) {
   if (failsNow()) {
-    throw Error(std::string("the simulated device was made to fail to ") + call + '.');
+    throw Error(std::string("offload: the device was made to fail to ") + call + '.');
   }
 }
 
 Stream FaultLink::createStream(int device) {
   mayFail("create a stream");
-  return link_.createStream(device);
+  const Stream stream = link_.createStream(device);
+  count(&LinkUse::streams, 1);
+  return stream;
+}
+
+void FaultLink::destroyStream(Stream stream) noexcept {
+  link_.destroyStream(stream);
+  count(&LinkUse::streams, -1);
 }
 
 Event FaultLink::createEvent(int device) {
   mayFail("create an event");
-  return link_.createEvent(device);
+  const Event event = link_.createEvent(device);
+  count(&LinkUse::events, 1);
+  return event;
+}
+
+void FaultLink::destroyEvent(Event event) noexcept {
+  link_.destroyEvent(event);
+  count(&LinkUse::events, -1);
 }
 
 void FaultLink::record(Event event, Stream stream) {
@@ -85,16 +109,30 @@ void FaultLink::launchHost(HostTask task, Stream stream) {
 }
 
 bool FaultLink::registerHost(void* host, std::size_t bytes) {
-  return !failsNow() && link_.registerHost(host, bytes);
+  if (failsNow() || !link_.registerHost(host, bytes)) return false;
+  count(&LinkUse::lockedBytes, static_cast<std::int64_t>(bytes));
+  return true;
+}
+
+void FaultLink::unregisterHost(void* host, std::size_t bytes) noexcept {
+  link_.unregisterHost(host, bytes);
+  count(&LinkUse::lockedBytes, -static_cast<std::int64_t>(bytes));
 }
 
 void* FaultLink::allocate(std::size_t bytes, Stream stream) {
   if (failsNow()) {
     throw OutOfMemory(
         OutOfMemory::Where::Device, bytes,
-        "the simulated device was made to refuse " + std::to_string(bytes) + " bytes of its memory.");
+        "offload: the device was made to refuse " + std::to_string(bytes) + " bytes of its memory.");
   }
-  return link_.allocate(bytes, stream);
+  void* const data = link_.allocate(bytes, stream);
+  count(&LinkUse::buffers, 1);
+  return data;
+}
+
+void FaultLink::free(void* device, Stream stream) noexcept {
+  link_.free(device, stream);
+  count(&LinkUse::buffers, -1);
 }
 
 bool FaultLink::capturing(Stream stream) {

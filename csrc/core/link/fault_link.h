@@ -1,4 +1,4 @@
-// Fails chosen calls of another link.
+// Fails chosen calls of another link, and counts what has not come back from it.
 //
 // Note [Injected failures]
 // A call that fails has no effect on the link below. Which call fails is its number among those that may: everything but the
@@ -17,6 +17,16 @@ enum class Failing {
   FromThenOn, ///< A device that is lost.
 };
 
+/// What went through a link and has not come back.
+struct LinkUse {
+  std::int64_t streams = 0;
+  std::int64_t events = 0;
+  std::int64_t buffers = 0; ///< of device memory
+  std::int64_t lockedBytes = 0; ///< of host memory
+
+  friend bool operator==(const LinkUse&, const LinkUse&) = default;
+};
+
 class FaultLink : public Link {
  public:
   /// `link` must outlive this.
@@ -26,6 +36,7 @@ class FaultLink : public Link {
   void fail(std::uint64_t n, Failing failing = Failing::Once);
   /// Calls that have failed since fail().
   std::uint64_t failures() const;
+  LinkUse use() const;
 
   int deviceCount() const override {
     return link_.deviceCount();
@@ -34,13 +45,9 @@ class FaultLink : public Link {
     return link_.name();
   }
   Stream createStream(int device) override;
-  void destroyStream(Stream stream) noexcept override {
-    link_.destroyStream(stream);
-  }
+  void destroyStream(Stream stream) noexcept override;
   Event createEvent(int device) override;
-  void destroyEvent(Event event) noexcept override {
-    link_.destroyEvent(event);
-  }
+  void destroyEvent(Event event) noexcept override;
   void record(Event event, Stream stream) override;
   void wait(Stream stream, Event event) override;
   bool query(Event event) override;
@@ -50,17 +57,13 @@ class FaultLink : public Link {
   void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) override;
   void launchHost(HostTask task, Stream stream) override;
   bool registerHost(void* host, std::size_t bytes) override;
-  void unregisterHost(void* host, std::size_t bytes) noexcept override {
-    link_.unregisterHost(host, bytes);
-  }
+  void unregisterHost(void* host, std::size_t bytes) noexcept override;
   /// Always, so that page-locking is among what fails.
   bool wantsRegistration() const override {
     return true;
   }
   void* allocate(std::size_t bytes, Stream stream) override;
-  void free(void* device, Stream stream) noexcept override {
-    link_.free(device, stream);
-  }
+  void free(void* device, Stream stream) noexcept override;
   std::size_t freeBytes(int device) override {
     return link_.freeBytes(device);
   }
@@ -72,12 +75,14 @@ class FaultLink : public Link {
  private:
   bool failsNow();
   void mayFail(const char* call);
+  void count(std::int64_t LinkUse::*of, std::int64_t by) noexcept;
 
   Link& link_;
   mutable std::mutex mutex_;
   std::uint64_t countdown_ = 0;
   std::uint64_t failures_ = 0;
   Failing failing_ = Failing::Once;
+  LinkUse use_;
 };
 
 } // namespace offload

@@ -1,0 +1,131 @@
+"""A setting that does nothing, or hurts, says so, in one sentence."""
+
+import warnings
+
+import pytest
+import torch
+from helpers import GPU, HOST, OFFLOAD, python
+
+import torch_offload
+
+USE = """
+    import torch, torch_offload
+    print(torch.ones(64, 64, device="offload").sum().item())
+"""
+
+
+def told(program: str = USE, **settings: str) -> list[str]:
+    """The sentences that a program is warned with."""
+    done = python(program, **settings)
+    assert done.returncode == 0, done.stderr
+    return [line[line.index("offload: ") :] for line in done.stderr.splitlines() if "offload: " in line]
+
+
+def test_nothing_is_said_without_need():
+    assert (
+        told(TORCH_OFFLOAD_LINK="sim", TORCH_OFFLOAD_BUDGET="4096", TORCH_OFFLOAD_SEED="3", TORCH_OFFLOAD_POISON="1")
+        == []
+    )
+
+
+def test_a_misspelt_name():
+    (sentence,) = told(TORCH_OFFLOAD_BUGDET="0", TORCH_OFFLOAD_RING="5", TORCH_OFFLOAD_LINK="sim")
+    for word in ("TORCH_OFFLOAD_BUGDET", "TORCH_OFFLOAD_RING,", "does nothing", " BUDGET", " RING_BYTES"):
+        assert word in sentence, (word, sentence)
+
+
+def test_a_setting_of_a_cache_where_there_is_none():
+    (sentence,) = told(
+        TORCH_OFFLOAD_LINK="none", TORCH_OFFLOAD_BUDGET="4096", TORCH_OFFLOAD_EVICT="1", TORCH_OFFLOAD_RING_BYTES=""
+    )
+    assert "TORCH_OFFLOAD_BUDGET" in sentence
+    assert "TORCH_OFFLOAD_EVICT" in sentence
+    assert "RING" not in sentence
+    assert "does nothing" in sentence
+
+
+@pytest.mark.skipif(not HOST, reason="there is a cache")
+@pytest.mark.parametrize("setting", [torch_offload.set_budget, torch_offload.set_ring_bytes])
+def test_a_call_where_there_is_no_cache(setting):
+    with pytest.warns(UserWarning, match=r"4096 bytes does nothing here.*no cache"):
+        setting(4096)
+    assert torch_offload.get_budget() == torch_offload.get_ring_bytes() == 0
+
+
+def test_an_automatic_budget_needs_no_word():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_offload.set_budget("auto")
+
+
+@pytest.mark.parametrize("what", ["BUDGET", "RING_BYTES"])
+def test_more_than_the_device_has(what):
+    sentences = told(**{f"TORCH_OFFLOAD_{what}": str(1 << 50), "TORCH_OFFLOAD_LINK": "auto" if GPU else "sim"})
+    assert len(sentences) == 1
+    assert str(1 << 50) in sentences[0]
+    assert "more than" in sentences[0]
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+def test_more_than_the_device_has_by_a_call():
+    ring = torch_offload.get_ring_bytes()
+    with pytest.warns(UserWarning, match="budget of 1125899906842624 bytes is more than"):
+        torch_offload.set_budget(1 << 50)
+    with pytest.warns(UserWarning, match="ring of 1125899906842624 bytes is more than"):
+        torch_offload.set_ring_bytes(1 << 50)
+    torch_offload.set_budget("auto")
+    torch_offload.set_ring_bytes(ring)
+
+
+def test_a_ring_that_is_too_small_for_a_weight_is_told_once():
+    sentences = told(
+        """
+        import torch, torch_offload
+        x = torch.ones(2, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+        net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).to("offload")
+        net(x).sum().backward()
+        """,
+        TORCH_OFFLOAD_LINK="auto" if GPU else "sim",
+        TORCH_OFFLOAD_RING_BYTES="4096",
+        TORCH_OFFLOAD_BUDGET="0",
+    )
+    assert len(sentences) == 1
+    assert "16384 bytes" in sentences[0]
+    assert "ring of 4096 bytes" in sentences[0]
+    assert "set_ring_bytes" in sentences[0]
+
+
+def test_a_ring_that_nobody_chose_is_no_reason_for_a_word():
+    assert told("import torch, torch_offload; torch.ones(4, 4, device='offload') @ torch.ones(4, 4)") == []
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 70, 2.5, "1GB", None])
+def test_what_is_no_ring(value):
+    before = torch_offload.get_ring_bytes()
+    with pytest.raises((TypeError, ValueError), match=r"bytes|incompatible"):
+        torch_offload.set_ring_bytes(value)
+    assert torch_offload.get_ring_bytes() == before
+
+
+@pytest.mark.parametrize(("name", "value"), [("EVICT", "yes"), ("VALIDATE", "1.5"), ("FAULT", "-1"), ("BUDGET", " ")])
+def test_values_that_do_not_parse(name, value):
+    done = python(
+        """
+        import torch, torch_offload
+        try:
+            torch.ones(3, device="offload")
+        except RuntimeError as error:
+            print(str(error).splitlines()[0])
+        """,
+        **{f"TORCH_OFFLOAD_{name}": value, "TORCH_OFFLOAD_LINK": "sim"},
+    )
+    assert f"TORCH_OFFLOAD_{name}" in done.stdout, done.stderr
+    assert "not a whole number" in done.stdout
+
+
+def test_tensors_are_right_whatever_was_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_offload.set_budget(0)
+        assert (torch.ones(3, 3, device=OFFLOAD) @ torch.ones(3, 3, device=OFFLOAD)).sum().item() == 27
+        torch_offload.set_budget("auto")
