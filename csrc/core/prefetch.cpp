@@ -23,6 +23,10 @@ std::size_t shiftOf(const Block& block, Extent extent) {
   return (block.address() + extent.begin) % kAlignment;
 }
 
+const std::byte* hostOf(const Forecast::Expected& expected) {
+  return static_cast<const std::byte*>(expected.block->data) + expected.extent.begin;
+}
+
 } // namespace
 
 // Under the mutex, after a fetch has been recorded: from where on is to be looked.
@@ -77,7 +81,7 @@ Pin Residency::foresee(Device& dev, Slots& retired) {
   auto slot = std::make_shared<Slot>();
   slot->extent = next.extent;
   slot->device = dev.index;
-  slot->host = static_cast<const std::byte*>(next.block->data) + next.extent.begin;
+  slot->host = hostOf(next);
   slot->purpose = next.block->purpose;
   slot->buffer.bytes = bytes;
   dev.queue.makeRoom(stays ? 0 : bytes, dev.ring, retired);
@@ -97,11 +101,11 @@ bool Residency::prefetch(Device& dev, const std::shared_ptr<Slot>& slot) noexcep
     const auto span = observe({Activity::Fetch, dev.index, slot->host, slot->extent.bytes(), slot->purpose});
     Lock lock(mutex_);
     const auto next = lookAhead(dev);
-    if (next.block == nullptr || next.extent != slot->extent || !mayPrefetch(*next.block)) return false;
+    // Another thread's fetch may have changed what is expected.
+    if (next.block == nullptr || hostOf(next) != slot->host || next.extent != slot->extent) return false;
     Block& block = *next.block;
-    const std::size_t shift = shiftOf(block, slot->extent);
-    if (slot->extent.bytes() + shift > slot->buffer.bytes) return false;
-    slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
+    if (!mayPrefetch(block)) return false;
+    slot->data = static_cast<std::byte*>(slot->buffer.data) + shiftOf(block, slot->extent);
     slot->version = block.version;
     dev.queue.expect(slot, ++dev.horizon);
     std::vector<Token> after;
