@@ -57,6 +57,9 @@ Arena::~Arena() {
   if (!pending_.empty()) {
     // What the device can't tell to be done with is kept.
     for (const auto& region : used) region->memory.abandon();
+    for (Pending& one : pending_) {
+      if (one.owner) new std::shared_ptr<void>(std::move(one.owner));
+    }
   } else {
     destroy(std::move(used));
   }

@@ -115,6 +115,7 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
 // What adopt() is for a Shared Block: nothing of it stays on the device.
 void Residency::writeThrough(Block& block, DeviceBuffer buffer, Stream producer) {
   auto slot = std::make_shared<Slot>();
+  slot->state = SlotState::Gone; // never more than memory on its way back
   slot->buffer = std::move(buffer);
   Slots retired{slot};
   std::exception_ptr failure;
