@@ -65,6 +65,7 @@ Settings Settings::fromEnvironment() {
   }
   settings.pinnedLimit = environmentNumber("TORCH_OFFLOAD_PINNED_LIMIT", settings.pinnedLimit);
   settings.evictAtUnpin = environmentNumber("TORCH_OFFLOAD_EVICT", 0) != 0;
+  settings.prefetch = environmentNumber("TORCH_OFFLOAD_PREFETCH", 1) != 0;
   settings.poison = environmentNumber("TORCH_OFFLOAD_POISON", 0) != 0;
   settings.copyDelay = std::chrono::microseconds(environmentNumber("TORCH_OFFLOAD_COPY_DELAY_US", 0));
   settings.validate = environmentNumber("TORCH_OFFLOAD_VALIDATE", 0) != 0;
@@ -134,6 +135,7 @@ Context::Context(const Settings& settings) {
   options.budgetBytes = settings.budgetBytes;
   options.headroomBytes = headroomBytes(backend_);
   options.evictAtUnpin = settings.evictAtUnpin;
+  options.prefetch = settings.prefetch;
   options.poison = settings.poison;
   options.copyDelay = settings.copyDelay;
   options.observer = &activityRanges();

@@ -34,12 +34,13 @@ struct Settings {
   std::optional<std::size_t> budgetBytes; // none: what is free
   std::size_t pinnedLimit = SIZE_MAX;
   bool evictAtUnpin = false;
+  bool prefetch = true;
   bool poison = false;
   std::chrono::microseconds copyDelay{0};
   bool validate = false;
   std::optional<std::uint64_t> fault; // the call of the Link that fails; 0 none, but one may be chosen later
 
-  /// From TORCH_OFFLOAD_LINK, _SEED, _RING_BYTES, _BUDGET, _PINNED_LIMIT, _EVICT, _POISON, _COPY_DELAY_US, _VALIDATE and _FAULT.
+  /// From TORCH_OFFLOAD_LINK, _SEED, _RING_BYTES, _BUDGET, _PINNED_LIMIT, _EVICT, _PREFETCH, _POISON, _COPY_DELAY_US, _VALIDATE and _FAULT.
   static Settings fromEnvironment();
 };
 

@@ -20,7 +20,7 @@ struct Known {
 constexpr std::string_view kPrefix = "TORCH_OFFLOAD_";
 // Of the test suite itself.
 constexpr std::string_view kTestPrefix = "TORCH_OFFLOAD_TEST_";
-constexpr std::array<Known, 11> kKnown{{
+constexpr std::array<Known, 12> kKnown{{
     {"TORCH_OFFLOAD_ACCELERATOR", false},
     {"TORCH_OFFLOAD_BUDGET", true},
     {"TORCH_OFFLOAD_COPY_DELAY_US", true},
@@ -29,6 +29,7 @@ constexpr std::array<Known, 11> kKnown{{
     {"TORCH_OFFLOAD_LINK", false},
     {"TORCH_OFFLOAD_PINNED_LIMIT", true},
     {"TORCH_OFFLOAD_POISON", false},
+    {"TORCH_OFFLOAD_PREFETCH", true},
     {"TORCH_OFFLOAD_RING_BYTES", true},
     {"TORCH_OFFLOAD_SEED", false},
     {"TORCH_OFFLOAD_VALIDATE", false},

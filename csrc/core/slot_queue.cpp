@@ -93,11 +93,15 @@ void SlotQueue::move(const std::shared_ptr<Slot>& slot, Share share) {
 }
 
 void SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
-  while (passingBytes() + bytes > ring && !passing_.empty()) retire(passing_.front(), retired);
+  dropPassed(bytes, ring, retired);
   while (passingBytes() + bytes > ring && !ahead_.empty()) {
     const auto later = [](const auto& a, const auto& b) { return a->expected < b->expected; };
     retire(*std::max_element(ahead_.begin(), ahead_.end(), later), retired);
   }
+}
+
+void SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) {
+  while (passingBytes() + bytes > ring && !passing_.empty()) retire(passing_.front(), retired);
 }
 
 void SlotQueue::expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch) {

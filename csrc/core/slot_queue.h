@@ -54,6 +54,8 @@ class SlotQueue {
 
   /// Retires Slots that are passing until `bytes` more are within `ring`, or all that are left are pinned.
   void makeRoom(std::size_t bytes, std::size_t ring, Slots& retired);
+  /// The same, but leaves those that are expected.
+  void dropPassed(std::size_t bytes, std::size_t ring, Slots& retired);
   /// Retires Slots that stay until they and Dirty ones are within `budget`, or all that are left are pinned.
   void shrink(std::size_t budget, Slots& retired);
   /// Lets those pass of which `stays` is false.

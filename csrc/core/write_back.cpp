@@ -22,7 +22,8 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
   Slots retired;
   {
     Lock lock(mutex_);
-    dev.queue.makeRoom(slot->buffer.bytes, ring(slot->buffer.bytes), retired);
+    // It has its memory already, and soon leaves the ring: no reason to give up what the next operation wants.
+    dev.queue.dropPassed(slot->buffer.bytes, ring(slot->buffer.bytes), retired);
     dev.queue.add(slot, Share::Passing);
   }
   release(retired);

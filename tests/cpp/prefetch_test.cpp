@@ -186,6 +186,26 @@ TEST_F(Prefetch, WhatStaysIsFetchedAheadToo) {
   checkValues();
 }
 
+TEST_F(Prefetch, ResultsDoNotPushOutWhatIsExpected) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    make(10, 4, seed);
+    std::uint64_t before = 0;
+    for (int step = 0; step < 4; ++step) {
+      before = copies();
+      forward();
+      for (std::size_t k = layers_.size(); k-- > 0;) {
+        use(k);
+        const auto gradient = rig_->newBlock(kBytes);
+        rig_->cache.adopt(*gradient, rig_->newResult(stream_, pattern(k, kBytes)), stream_);
+      }
+    }
+    EXPECT_LE(copies() - before, 20U - 4U);
+    EXPECT_EQ(stats().prefetchesWasted, 0U);
+    checkValues();
+    ASSERT_FALSE(HasFailure()) << "seed " << seed;
+  }
+}
+
 TEST_F(Prefetch, CopiesHomeThatAreUnderWayGoFirst) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     make(8, 4, seed);
