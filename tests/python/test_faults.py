@@ -42,7 +42,7 @@ def test_each_call_fails_once(name):
             **os.environ,
             **LINK,
             "TORCH_OFFLOAD_VALIDATE": "1",
-            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "OMP_NUM_THREADS": "1",
             **settings,
         },

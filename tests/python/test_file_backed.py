@@ -281,9 +281,8 @@ def test_fork():
             assert tensors["a"].sum().item() == 4999 * 2500 and tensors["b"].sum().item() == 6
     """
     here = os.path.dirname(__file__)
-    assert passes(program, PYTHONPATH=os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])) == (
-        "0\n" if HOST else "3\n"
-    )
+    path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    assert passes(program, PYTHONPATH=path) == ("0\n" if HOST else "3\n")
 
 
 def test_exit_while_bytes_are_read(tmp_path):
