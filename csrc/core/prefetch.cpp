@@ -1,9 +1,10 @@
 // How fetches that are expected get their copies ahead of them.
 //
 // Note [Prefetch]
-// After each fetch the Schedule is asked what comes next, as far as the ring has room for it: what is on the device already is kept
-// there, and the first that is not gets a Slot and a copy. So the ring holds what comes soonest, the copy stream has work while the
-// host waits for a result, and at the turning point between forward and backward nothing is copied that is still there.
+// After each fetch the Schedule is asked what comes next, as far as half of the ring has room for it: what is on the device already is
+// kept there, and the first that is not gets a Slot and a copy. So the copy stream has work while the host waits for a result, and at
+// the turning point between forward and backward nothing is copied that is still there. The other half is for what is in use, and
+// for results on their way home: were these let go at once, the stream that computes would wait for each of their copies.
 //
 // A wrong guess costs the copies that were made, and no result. Each one doubles how long the order must have been the expected one
 // before another guess is made, and each right one takes one off that: an order that can't be foretold is streamed.
@@ -56,12 +57,18 @@ Forecast::Expected Residency::lookAhead(Device& dev) {
     if (next.writtenFirst) {
       if (dev.unwritten == 0) dev.unwritten = dev.horizon + 1;
     } else if (const auto slot = find(*next.block, next.extent, dev.index)) {
+      const bool isNew = slot->share == Share::Passing && !slot->isAhead;
+      if (isNew && !fitsAhead(dev, slot->buffer.bytes)) return {};
       dev.queue.expect(slot, dev.horizon + 1);
     } else {
       return next;
     }
   }
   return {};
+}
+
+bool Residency::fitsAhead(const Device& dev, std::size_t bytes) const {
+  return dev.queue.aheadBytes() + bytes <= dev.ring / 2;
 }
 
 bool Residency::mayPrefetch(const Block& block) const {
@@ -76,8 +83,7 @@ Pin Residency::foresee(Device& dev, Slots& retired) {
   const std::size_t bytes = next.extent.bytes() + shiftOf(*next.block, next.extent);
   const bool room = dev.queue.budgetedBytes() + bytes <= dev.budget;
   const bool stays = room && dev.schedule.keeps(*next.block, next.extent, room);
-  if (dev.queue.aheadBytes() + bytes > dev.ring) return {};
-  if (!stays && dev.queue.keptBytes() + bytes > dev.ring) return {};
+  if (!fitsAhead(dev, bytes) || (!stays && dev.queue.keptBytes(dev.ring) + bytes > dev.ring)) return {};
   auto slot = std::make_shared<Slot>();
   slot->extent = next.extent;
   slot->device = dev.index;

@@ -172,6 +172,7 @@ class Residency {
   void follow(Device& device);
   Forecast::Expected lookAhead(Device& device);
   Pin foresee(Device& device, Slots& retired);
+  bool fitsAhead(const Device& device, std::size_t bytes) const;
   bool mayPrefetch(const Block& block) const;
   bool prefetch(Device& device, const std::shared_ptr<Slot>& slot) noexcept;
   void prefetchMore(Device& device, Pin next) noexcept;

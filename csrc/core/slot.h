@@ -83,6 +83,8 @@ struct Slot {
   std::uint64_t expected = 0;
   std::uint64_t epoch = 0;
   bool isAhead = false; // as of when it was listed last
+  /// A result whose bytes are being copied home, or have been.
+  bool isLeaving = false;
   /// It was fetched ahead, and nobody has asked for it yet.
   bool unused = false;
   /// Place in its SlotQueue, from when it is charged until it is retired.

@@ -10,7 +10,8 @@ SlotQueue::List& SlotQueue::listOf(const Slot& slot) {
   if (slot.share == Share::Dirty) return dirty_;
   if (slot.pins > 0) return pinned_;
   if (slot.share == Share::Staying) return staying_;
-  return slot.isAhead ? ahead_ : passing_;
+  if (slot.isAhead) return ahead_;
+  return slot.isLeaving ? leaving_ : passing_;
 }
 
 std::size_t* SlotQueue::accountOf(const Slot& slot) {
@@ -18,10 +19,10 @@ std::size_t* SlotQueue::accountOf(const Slot& slot) {
   return slot.share == Share::Dirty ? &stats.dirtyBytes : &stats.stayingBytes;
 }
 
-void SlotQueue::tally(const List& list, std::size_t bytes, bool more) {
-  if (&list != &passing_ && &list != &ahead_) return;
-  std::size_t& sum = &list == &ahead_ ? aheadBytes_ : idleBytes_;
-  sum = more ? sum + bytes : sum - bytes;
+std::size_t* SlotQueue::tallyOf(const List& list) {
+  if (&list == &passing_) return &idleBytes_;
+  if (&list == &leaving_) return &leavingBytes_;
+  return &list == &ahead_ ? &aheadBytes_ : nullptr;
 }
 
 // To the end of the list that it belongs to now, if that is another.
@@ -30,8 +31,8 @@ void SlotQueue::relist(Slot& slot, List& from) {
   List& to = listOf(slot);
   if (&to == &from) return;
   to.splice(to.end(), from, slot.place);
-  tally(from, slot.buffer.bytes, false);
-  tally(to, slot.buffer.bytes, true);
+  if (auto* sum = tallyOf(from)) *sum -= slot.buffer.bytes;
+  if (auto* sum = tallyOf(to)) *sum += slot.buffer.bytes;
 }
 
 void SlotQueue::charge(Slot& slot, Share share) {
@@ -73,7 +74,7 @@ void SlotQueue::unpin(const std::shared_ptr<Slot>& slot, bool keep, Slots& retir
 void SlotQueue::retire(std::shared_ptr<Slot> slot, Slots& retired) {
   List& list = listOf(*slot);
   list.erase(slot->place);
-  tally(list, slot->buffer.bytes, false);
+  if (auto* sum = tallyOf(list)) *sum -= slot->buffer.bytes;
   discharge(*slot);
   if (slot->block != nullptr) std::erase(slot->block->slots, slot);
   slot->become(SlotState::Gone);
@@ -92,6 +93,11 @@ void SlotQueue::move(const std::shared_ptr<Slot>& slot, Share share) {
   relist(*slot, from);
 }
 
+void SlotQueue::leave(const std::shared_ptr<Slot>& slot) {
+  slot->isLeaving = true;
+  move(slot, Share::Passing);
+}
+
 void SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
   dropPassed(bytes, ring, retired);
   while (passingBytes() + bytes > ring && !ahead_.empty()) {
@@ -101,7 +107,15 @@ void SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
 }
 
 void SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) {
-  while (passingBytes() + bytes > ring && !passing_.empty()) retire(passing_.front(), retired);
+  while (passingBytes() + bytes > ring) {
+    List& list = passing_.empty() || leavingBytes_ > ring / 2 ? leaving_ : passing_;
+    if (list.empty()) return;
+    retire(list.front(), retired);
+  }
+}
+
+std::size_t SlotQueue::keptBytes(std::size_t ring) const {
+  return passingBytes() - idleBytes_ - leavingBytes_ + std::min(leavingBytes_, ring / 2);
 }
 
 void SlotQueue::expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch) {
@@ -114,7 +128,7 @@ void SlotQueue::expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch) {
 // What was expected goes first from now on.
 void SlotQueue::expectNothing() {
   ++epoch_;
-  for (const auto& slot : ahead_) slot->isAhead = false;
+  for (const auto& slot : ahead_) slot->isAhead = slot->isLeaving = false;
   passing_.splice(passing_.begin(), ahead_);
   idleBytes_ += std::exchange(aheadBytes_, 0);
 }
@@ -143,8 +157,9 @@ void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>
   };
   ResidencyStats sum;
   std::size_t idle = 0;
+  std::size_t leaving = 0;
   std::size_t ahead = 0;
-  for (const List* list : {&passing_, &ahead_, &staying_, &dirty_, &pinned_}) {
+  for (const List* list : {&passing_, &leaving_, &ahead_, &staying_, &dirty_, &pinned_}) {
     for (auto at = list->begin(); at != list->end(); ++at) {
       const auto& slot = *at;
       require(slot != nullptr && slot->place == at, "a Slot is in another place than it knows");
@@ -153,9 +168,11 @@ void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>
           "a Slot is listed with Dirty ones and is none, or is one elsewhere");
       if (list == &pinned_) require(slot->pins > 0, "a Slot that nothing pins is listed as pinned");
       if (list == &passing_) idle += slot->buffer.bytes;
+      if (list == &leaving_) leaving += slot->buffer.bytes;
       if (list == &ahead_) ahead += slot->buffer.bytes;
-      if (list == &passing_ || list == &ahead_ || list == &staying_) {
+      if (list != &dirty_ && list != &pinned_) {
         require((list == &ahead_) == (slot->isAhead && slot->share == Share::Passing), "a Slot is not where it is expected");
+        require(list != &leaving_ || slot->isLeaving, "a Slot that stays here is listed as on its way home");
         require(slot->pins == 0, "a Slot that could go is pinned");
         require((list == &staying_) == (slot->share == Share::Staying), "a Slot is on another account than its list");
         require(slot->state == SlotState::Clean && slot->block != nullptr, "a Slot that could be found again holds nothing");
@@ -171,7 +188,8 @@ void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>
       visit(slot);
     }
   }
-  require(idle == idleBytes_ && ahead == aheadBytes_, "bytes that nothing pins are miscounted");
+  const bool counted = idle == idleBytes_ && leaving == leavingBytes_ && ahead == aheadBytes_;
+  require(counted, "bytes that nothing pins are miscounted");
   require(sum.slotBytes == stats.slotBytes, "bytes are miscounted");
   require(sum.pinnedBytes == stats.pinnedBytes, "pinned bytes are miscounted");
   require(sum.stayingBytes == stats.stayingBytes, "bytes that stay are miscounted");

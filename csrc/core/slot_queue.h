@@ -25,8 +25,9 @@ struct ResidencyStats {
 };
 
 /// Every Slot from add() until it is retired is in one list: Dirty ones by themselves, of the others those that are pinned, and those
-/// that nothing pins by their share; the one that has been there longest is in front. What is passing and expected to be fetched soon
-/// is listed apart, and goes after the rest. Guarded by Residency. What is retired leaves its Block and is charged no more; its
+/// that nothing pins by their share; the one that has been there longest is in front. Of what is passing, results on their way home are
+/// listed apart and go after the rest, unless they take more than half of the ring; what is expected to be fetched soon goes last.
+/// Guarded by Residency. What is retired leaves its Block and is charged no more; its
 /// memory is the caller's to release, outside the lock.
 class SlotQueue {
  public:
@@ -38,6 +39,8 @@ class SlotQueue {
   void retire(std::shared_ptr<Slot> slot, Slots& retired);
   /// Charges another account.
   void move(const std::shared_ptr<Slot>& slot, Share share);
+  /// What is Dirty and pinned passes from now on, as a copy to the host has been enqueued.
+  void leave(const std::shared_ptr<Slot>& slot);
 
   /// Notes how many fetches there have been.
   void advance(std::uint64_t fetches) noexcept {
@@ -73,10 +76,8 @@ class SlotQueue {
   std::size_t aheadBytes() const noexcept {
     return aheadBytes_;
   }
-  /// Bytes of the ring that may not go: what is pinned or expected.
-  std::size_t keptBytes() const noexcept {
-    return passingBytes() - idleBytes_;
-  }
+  /// Bytes that should not make room: what is pinned, expected or, up to half of the ring, on its way home.
+  std::size_t keptBytes(std::size_t ring) const;
   /// Walks every Slot; throws Error with what is broken.
   void validate(const std::function<void(const std::shared_ptr<Slot>&)>& visit) const;
 
@@ -90,17 +91,19 @@ class SlotQueue {
   }
   List& listOf(const Slot& slot);
   std::size_t* accountOf(const Slot& slot);
-  void tally(const List& list, std::size_t bytes, bool more);
+  std::size_t* tallyOf(const List& list);
   void relist(Slot& slot, List& from);
   void charge(Slot& slot, Share share);
   void discharge(Slot& slot);
 
   List passing_;
+  List leaving_;
   List ahead_;
   List staying_;
   List dirty_;
   List pinned_;
   std::size_t idleBytes_ = 0; // of passing_
+  std::size_t leavingBytes_ = 0;
   std::size_t aheadBytes_ = 0;
   std::uint64_t now_ = 0;
   std::uint64_t epoch_ = 1;

@@ -169,7 +169,7 @@ void Residency::writeHome(Lock& lock, const std::shared_ptr<Slot>& slot) {
   } else {
     slot->become(SlotState::Clean);
     block.hostVersion = std::max(block.hostVersion, slot->version);
-    dev.queue.move(slot, Share::Passing);
+    dev.queue.leave(slot);
   }
   Slots retired;
   letGo(slot, retired);

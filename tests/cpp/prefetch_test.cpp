@@ -23,6 +23,7 @@ class Prefetch : public ::testing::Test {
     for (std::size_t k = 0; k < layers; ++k) tags_[k] = k;
   }
   ~Prefetch() override {
+    gradients_.clear();
     layers_.clear();
   }
   /// Fetches a layer and lets a kernel check its bytes.
@@ -59,6 +60,7 @@ class Prefetch : public ::testing::Test {
   std::unique_ptr<Rig> rig_;
   Stream stream_;
   std::vector<Rig::BlockPtr> layers_;
+  std::vector<Rig::BlockPtr> gradients_;
   std::vector<std::uint64_t> tags_;
   std::uint64_t writes_ = 0;
   int wrong_ = 0;
@@ -204,6 +206,28 @@ TEST_F(Prefetch, ResultsDoNotPushOutWhatIsExpected) {
     checkValues();
     ASSERT_FALSE(HasFailure()) << "seed " << seed;
   }
+}
+
+// Whoever lets go of memory that is still being copied home makes the stream that computes wait for that copy.
+TEST_F(Prefetch, AResultKeepsItsMemoryWhileItGoesHome) {
+  make(10, 4);
+  for (int step = 0; step < 4; ++step) {
+    forward();
+    std::weak_ptr<void> last;
+    for (std::size_t k = layers_.size(); k-- > 0;) {
+      use(k);
+      EXPECT_TRUE(k + 1 == layers_.size() || !last.expired()) << "step " << step << ", layer " << k;
+      auto gradient = rig_->newBlock(kBytes);
+      DeviceBuffer result = rig_->newResult(stream_, pattern(k, kBytes));
+      last = result.owner;
+      rig_->cache.adopt(*gradient, std::move(result), stream_);
+      gradients_.push_back(std::move(gradient));
+    }
+    gradients_.clear();
+  }
+  EXPECT_GE(stats().prefetches, 20U);
+  EXPECT_LE(stats().slotBytesPeak, 5 * kBytes) << "the ring, and the result that is made just now";
+  checkValues();
 }
 
 TEST_F(Prefetch, CopiesHomeThatAreUnderWayGoFirst) {
