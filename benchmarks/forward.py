@@ -36,7 +36,7 @@ def main() -> None:
     device = compute_device(options.tiny)
     torch_offload.set_budget(0)
     shape, count = (TINY, 3) if options.tiny else (LLAMA_8B, 12)
-    lengths = [1, 32] if options.tiny else [1, 2048, 8192, 16384]
+    lengths = [1, 32] if options.tiny else [1, 2048, 8192, 16384, 32768]
     rounds = 2 if options.tiny else options.rounds
 
     resident = make_blocks(count, shape, torch.bfloat16, device)

@@ -65,7 +65,7 @@ Settings Settings::fromEnvironment() {
   }
   settings.pinnedLimit = environmentNumber("TORCH_OFFLOAD_PINNED_LIMIT", settings.pinnedLimit);
   settings.evictAtUnpin = environmentNumber("TORCH_OFFLOAD_EVICT", 0) != 0;
-  settings.prefetch = environmentNumber("TORCH_OFFLOAD_PREFETCH", 0) != 0;
+  settings.prefetch = environmentNumber("TORCH_OFFLOAD_PREFETCH", 1) != 0;
   settings.poison = environmentNumber("TORCH_OFFLOAD_POISON", 0) != 0;
   settings.copyDelay = std::chrono::microseconds(environmentNumber("TORCH_OFFLOAD_COPY_DELAY_US", 0));
   settings.validate = environmentNumber("TORCH_OFFLOAD_VALIDATE", 0) != 0;

@@ -34,7 +34,7 @@ struct Settings {
   std::optional<std::size_t> budgetBytes; // none: what is free
   std::size_t pinnedLimit = SIZE_MAX;
   bool evictAtUnpin = false;
-  bool prefetch = false;
+  bool prefetch = true;
   bool poison = false;
   std::chrono::microseconds copyDelay{0};
   bool validate = false;

@@ -29,8 +29,8 @@ class CountingLink final : public FaultLink {
     }
     FaultLink::record(event, stream);
   }
-  int events = 0;
-  int waits = 0;
+  std::atomic<int> events{0};
+  std::atomic<int> waits{0};
   std::atomic<bool> hold{false};
   std::atomic<bool> held{false};
 };

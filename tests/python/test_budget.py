@@ -164,6 +164,7 @@ def filled(free):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_an_automatic_budget_gives_way():
     """Another tensor wants most of the GPU, in steps and at once: no out-of-memory, and the model goes on."""
     width = 4096
@@ -190,6 +191,7 @@ def test_an_automatic_budget_gives_way():
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_a_request_that_needs_what_stays():
     width = 4096
     net = layers(64, width).to(OFFLOAD)
