@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import Optimizer
 
+from torch_offload import _optimizer_steps
 from torch_offload._purposes import claim_state
 from torch_offload._scopes import on_host
 
@@ -25,6 +26,7 @@ def _hosted(step: Callable[..., Any]) -> Callable[..., Any]:
     def step_on_host(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not _holds_offload(self):
             return step(self, *args, **kwargs)
+        _optimizer_steps.install()
         with on_host():
             result = step(self, *args, **kwargs)
         claim_state(self)

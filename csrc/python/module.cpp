@@ -10,6 +10,7 @@
 #include "compat/accelerator.h"
 #include "compat/torch_version.h"
 #include "core/host_wait.h"
+#include "python/elementwise.h"
 #include "python/file_bindings.h"
 #include "python/purposes.h"
 #include "python/snapshot.h"
@@ -156,10 +157,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("name_tensor", [](py::handle tensor, const std::string& name, bool replace) {
     nameTensor(THPVariable_Unpack(tensor.ptr()), name, replace);
   });
+  bindElementwise(m);
   py::class_<HostScope>(m, "HostScope")
       .def(py::init<>())
       .def("__enter__", [](const HostScope&) { HostScope::enter(); })
-      .def("__exit__", [](const HostScope&, const py::args&) { HostScope::leave(); });
+      .def("__exit__", [](const HostScope&, const py::args&) { HostScope::leave(); })
+      .def_static("active", &HostScope::active);
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
   m.def("empty_cache", &emptyCache, py::call_guard<py::gil_scoped_release>());

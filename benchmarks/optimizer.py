@@ -1,0 +1,109 @@
+"""AdamW on the host: a step over 470 million fp32 parameters, and training steps in which the GPU works meanwhile.
+
+First the optimizer alone: the same parameters on offload and as plain CPU tensors, by PyTorch's default algorithm (its
+for-loop) and by its fused one. Then 8 blocks of the Llama-3-8B shape in bfloat16 with their weights on offload, 4,096 tokens:
+forward, backward and AdamW's step, once as a user writes it, and once with a wait between backward and the step, which
+then finds every gradient at home. Results have the bits of the same algorithm on the CPU, as test_optimizer_steps.py demands.
+"""
+
+import functools
+import gc
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blocks import LLAMA_8B, TINY, copied_to, make_blocks, make_input, parameter_bytes
+from harness import arguments, compute_device, gib, ms, print_table, synchronize, write_record
+
+import torch_offload
+
+ALGORITHMS = {"default": {}, "fused": {"fused": True}}
+
+
+def seconds(action: Callable[[], object]) -> float:
+    synchronize()
+    begin = time.perf_counter()
+    action()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def alone(tiny: bool, rounds: int) -> list[dict]:
+    count, size = (3, 70_000) if tiny else (16, 29_375_000)
+    rows, records = [], []
+    for place in ("cpu", "offload"):
+        for algorithm, options in ALGORITHMS.items():
+            leaves = [nn.Parameter(torch.ones(size).to(place)) for _ in range(count)]
+            for leaf in leaves:
+                leaf.grad = torch.full_like(leaf, 0.5)
+            optimizer = torch.optim.AdamW(leaves, **options)
+            optimizer.step()
+            torch.offload.reset_peak_memory_stats()
+            before = torch_offload.memory_stats().get("host.allocated_bytes.current", 0)
+            times = [seconds(optimizer.step) for _ in range(rounds)]
+            more = torch_offload.memory_stats().get("host.allocated_bytes.peak", 0) - before
+            rows.append([place, algorithm, ms(median(times)), ms(min(times)), gib(more) if place == "offload" else "-"])
+            records.append({"place": place, "algorithm": algorithm, "median": median(times), "more_bytes": more})
+            del leaves, leaf, optimizer
+            gc.collect()
+    print(f"AdamW, {count * size:,} fp32 parameters, {torch.get_num_threads()} threads")
+    print_table(["parameters", "algorithm", "median ms", "least ms", "more GiB"], rows)
+    return records
+
+
+def training(tiny: bool, rounds: int) -> list[dict]:
+    device = compute_device(tiny)
+    shape, count, tokens = (TINY, 3, 16) if tiny else (LLAMA_8B, 8, 4096)
+    model = copied_to(make_blocks(count, shape, torch.bfloat16, device), "offload")
+    x = make_input(tokens, shape, torch.bfloat16, device)
+    grad_output = make_input(tokens, shape, torch.bfloat16, device, seed=2)
+    rows, records = [], []
+
+    def compute(model: nn.Module, x: Tensor, grad_output: Tensor) -> None:
+        model(x).backward(grad_output)
+
+    for algorithm, options in ALGORITHMS.items():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
+
+        def step(wait: bool, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            compute(model, x, grad_output)
+            if wait:
+                synchronize()
+            optimizer.step()
+
+        without = functools.partial(compute, model, x, grad_output)
+        for _ in range(2):
+            step(wait=False)
+        times: dict[str, list[float]] = {"as it is": [], "with a wait": [], "without a step": []}
+        for _ in range(rounds):
+            times["as it is"].append(seconds(functools.partial(step, wait=False)))
+            times["with a wait"].append(seconds(functools.partial(step, wait=True)))
+            optimizer.zero_grad(set_to_none=True)
+            times["without a step"].append(seconds(without))
+        waited = median(times["with a wait"])
+        for name, taken in times.items():
+            rows.append([algorithm, name, ms(median(taken)), ms(min(taken)), f"{median(taken) / waited:.3f}"])
+            records.append({"algorithm": algorithm, "variant": name, "median": median(taken)})
+        del optimizer
+        gc.collect()
+    print(f"\n{count} blocks, {parameter_bytes(model) / 1e9:.3f} GB, {tokens} tokens")
+    print_table(["algorithm", "training step", "median ms", "least ms", "of one with a wait"], rows)
+    return records
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=5).parse_args()
+    rounds = 2 if options.tiny else options.rounds
+    write_record("optimizer", {"alone": alone(options.tiny, rounds), "training": training(options.tiny, rounds)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+// Sequences of elementwise operations, run on host bytes piece by piece.
+//
+// Note [Piece by piece]
+// An optimizer's step is a dozen operations for each parameter, and one after the other each of them reads and writes all of it: the
+// time goes into memory, twice to three times what the values themselves need. Elementwise operations may as well be done to a piece
+// that a core's cache holds, all of them, and then to the next. The operations are PyTorch's own and no element meets another, so
+// the bits are those of the plain order; and what is made in between is as large as a piece, not as the parameter. It is allocated
+// once for each thread, since to get and to give back some 64 KiB costs malloc a system call and page faults, as much as the work.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <vector>
+
+namespace offload {
+
+/// One operation: where an argument is a register, its value is taken from there.
+struct ElementwiseStep {
+  c10::OperatorHandle op;
+  std::vector<c10::IValue> arguments; // by the schema, all of them
+  std::vector<std::pair<std::size_t, std::size_t>> registers; // argument and register
+};
+
+/// Registers are numbered from 0: first the operands, then temporaries. Steps make nothing: each writes to a register, in place or as
+/// `out=`, which its schema says.
+class ElementwiseProgram {
+ public:
+  ElementwiseProgram(std::size_t operands, std::vector<c10::ScalarType> temporaries, std::vector<ElementwiseStep> steps);
+
+  /// Whether all are offload tensors of one size and strides, dense and without overlap.
+  static bool fits(const std::vector<at::Tensor>& operands);
+  /// Runs the steps on tensors that fit, on the host bytes in place, by all of PyTorch's threads. Bumps the versions of what is
+  /// written to.
+  void run(const std::vector<at::Tensor>& operands, std::int64_t pieceElements) const;
+
+  /// Elements of a piece that, with a few operands of four bytes, a core's own cache holds.
+  static constexpr std::int64_t kPieceElements = std::int64_t{1} << 14;
+
+ private:
+  std::size_t operands_;
+  std::vector<c10::ScalarType> temporaries_;
+  std::vector<ElementwiseStep> steps_;
+  std::vector<bool> written_; // of the operands
+};
+
+} // namespace offload
