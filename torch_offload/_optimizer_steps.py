@@ -1,10 +1,10 @@
-"""PyTorch's own for-loop of an optimizer, run on the host bytes of each parameter piece by piece.
+"""PyTorch's own algorithms of optimizers, run on host bytes one parameter after the other, and the for-loops piece by piece.
 
 ``torch.optim`` has a function for each algorithm, ``_single_tensor_adam`` and so on, that loops over parameters and does a
 dozen operations to each. Where these are elementwise, and most are, what it does to one parameter is written down and then
 done to the pieces of all that are in the same state (Note [Piece by piece] in csrc/aten/elementwise_program.h). The bits are
-those of the loop. The parameters come in reverse order: backward makes the last ones' gradients first, so the host works on
-these while the GPU makes the others.
+those of the loop. The fused algorithms get one parameter at a time. Both go in reverse order: backward makes the last ones'
+gradients first, and a lease waits for its own, so the host steps these while the GPU makes the others.
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch_offload._elementwise import NotElementwise, record
 _ALGORITHMS = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 SMALLEST = 1 << 14  # elements of a parameter for which it is worth while
 
-Loop = Callable[..., None]
+Algorithm = Callable[..., None]
 
 
 class _Row:
@@ -55,7 +55,7 @@ class _Row:
 class _Step:
     """What a loop does to a row, and what it makes of the counts."""
 
-    def __init__(self, loop: Loop, row: _Row) -> None:
+    def __init__(self, loop: Callable[[list[list[Any]]], None], row: _Row) -> None:
         self.counts = [count.clone() for count in row.counts]
 
         def code(stand_ins: list[Tensor]) -> None:
@@ -73,7 +73,7 @@ class _Step:
             count.copy_(value)
 
 
-def _step_of(loop: Loop, row: _Row) -> _Step | None:
+def _step_of(loop: Callable[[list[list[Any]]], None], row: _Row) -> _Step | None:
     try:
         return _Step(loop, row)
     except NotElementwise:
@@ -82,43 +82,78 @@ def _step_of(loop: Loop, row: _Row) -> _Step | None:
 
 def _applies(parameters: Sequence[Tensor], settings: dict[str, Any]) -> bool:
     return (
-        _C.HostScope.active()
+        len(parameters) > 0
+        and _C.HostScope.active()
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and _get_current_dispatch_mode() is None
         and not settings.get("differentiable")
         and not settings.get("capturable")
-        and not any(isinstance(value, Tensor) for value in settings.values())
     )
 
 
-def _piece_by_piece(loop: Loop) -> Loop:
+class _Lists:
+    """What an algorithm is given: lists with one entry for each parameter, and what is the same for all of them."""
+
+    def __init__(self, algorithm: Algorithm, given: Sequence[Any], settings: dict[str, Any]) -> None:
+        self._algorithm, self._given, self._settings = algorithm, given, settings
+        # Lists of other lengths are empty ones, of state that these settings don't need.
+        self._wanted = [
+            k for k, values in enumerate(given) if isinstance(values, list) and len(values) == len(given[0])
+        ]
+
+    def row(self, index: int) -> list[Any]:
+        return [self._given[k][index] for k in self._wanted]
+
+    def call(self, columns: Sequence[list[Any]]) -> None:
+        """The algorithm for other lists in their places."""
+        lists = dict(zip(self._wanted, columns, strict=True))
+        self._algorithm(*[lists.get(k, values) for k, values in enumerate(self._given)], **self._settings)
+
+    def call_for(self, index: int) -> None:
+        """The algorithm for one parameter, which may put new state into the lists."""
+        columns = [[value] for value in self.row(index)]
+        self.call(columns)
+        for k, (value,) in zip(self._wanted, columns, strict=True):
+            self._given[k][index] = value
+
+
+def _one_by_one(algorithm: Algorithm) -> Algorithm:
+    @functools.wraps(algorithm)
+    def run(parameters: list[Tensor], *others: Any, **settings: Any) -> None:
+        if not _applies(parameters, settings):
+            return algorithm(parameters, *others, **settings)
+        lists = _Lists(algorithm, [parameters, *others], settings)
+        for index in reversed(range(len(parameters))):
+            lists.call_for(index)
+        return None
+
+    return run
+
+
+def _piece_by_piece(loop: Algorithm) -> Algorithm:
+    one_by_one = _one_by_one(loop)
+
     @functools.wraps(loop)
     def run(parameters: list[Tensor], *others: Any, **settings: Any) -> None:
-        lists = [parameters, *others]
-        # Lists of other lengths are empty ones, of state that these settings don't need.
-        wanted = [k for k, values in enumerate(lists) if isinstance(values, list) and len(values) == len(parameters)]
-        if not parameters or not _applies(parameters, settings):
-            return loop(parameters, *others, **settings)
-
-        def loop_of_one(columns: list[list[Any]]) -> None:
-            given = dict(zip(wanted, columns, strict=True))
-            loop(*[given.get(k, values) for k, values in enumerate(lists)], **settings)
-
+        watched = _get_current_dispatch_mode() is not None  # by somebody who shall see every operation
+        if (
+            watched
+            or not _applies(parameters, settings)
+            or any(isinstance(value, Tensor) for value in settings.values())
+        ):
+            return one_by_one(parameters, *others, **settings)
+        lists = _Lists(loop, [parameters, *others], settings)
         steps: dict[tuple[Any, ...], _Step | None] = {}
         for index in reversed(range(len(parameters))):
-            row = _Row([lists[k][index] for k in wanted])
+            row = _Row(lists.row(index))
             state = row.state() if row.fits else None
             if row.fits and state not in steps:
-                steps[state] = _step_of(loop_of_one, row)
+                steps[state] = _step_of(lists.call, row)
             step = steps[state] if row.fits else None
             if step is not None:
                 step.run(row)
-                continue
-            columns = [[value] for value in row.values]
-            loop_of_one(columns)
-            for k, (value,) in zip(wanted, columns, strict=True):
-                lists[k][index] = value
+            else:
+                lists.call_for(index)
         return None
 
     return run
@@ -126,9 +161,10 @@ def _piece_by_piece(loop: Loop) -> Loop:
 
 @functools.cache
 def install() -> None:
-    """Puts this in the place of PyTorch's loops; they stay as they are for what is not on offload."""
+    """Puts this in the place of PyTorch's algorithms; they stay as they are for what is not on offload."""
     for name in _ALGORITHMS:
         module = importlib.import_module(f"torch.optim.{name}")
-        loop = getattr(module, f"_single_tensor_{name}", None)
-        if loop is not None:
-            setattr(module, f"_single_tensor_{name}", _piece_by_piece(loop))
+        for prefix, wrap in (("_single_tensor_", _piece_by_piece), ("_fused_", _one_by_one)):
+            algorithm = getattr(module, prefix + name, None)
+            if algorithm is not None:
+                setattr(module, prefix + name, wrap(algorithm))

@@ -1,6 +1,7 @@
 """Optimizer steps piece by piece: the loop's bits, without its temporaries."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -123,6 +124,28 @@ def test_parameters_at_different_steps(runs):
 def test_other_ways(make, runs):
     assert_the_same(trained(make, OFFLOAD), trained(make, CPU))
     assert not runs
+
+
+@pytest.mark.parametrize("algorithm", ["_single_tensor_adam", "_fused_adam"])
+def test_what_backward_makes_first_is_stepped_first(algorithm, monkeypatch):
+    """One parameter at a time, the last one first, so that nothing waits for another's gradient."""
+    _optimizer_steps.install()
+    module = importlib.import_module("torch.optim.adam")
+    real = getattr(module, algorithm).__wrapped__
+    shapes = []
+
+    def noted(parameters, *others, **settings):
+        shapes.append([tuple(parameter.shape) for parameter in parameters])
+        return real(parameters, *others, **settings)
+
+    wrap = _optimizer_steps._one_by_one
+    monkeypatch.setattr(module, algorithm, wrap(noted))
+    fused = algorithm == "_fused_adam"
+    leaves, _ = trained(lambda p: torch.optim.AdamW(p, fused=fused, foreach=False), OFFLOAD, steps=1)
+    assert shapes == [[tuple(leaf.shape)] for leaf in reversed(leaves)]
+    shapes.clear()
+    trained(lambda p: torch.optim.AdamW(p, fused=fused, foreach=False), CPU, steps=1)
+    assert len(shapes) == 1, "all at once, as PyTorch does"
 
 
 def test_pieces_of_the_usual_size():
