@@ -50,9 +50,8 @@ void Residency::follow(Device& dev) {
   if (lost) lookAhead(dev); // what is still expected shall not make room for this fetch
 }
 
-// Under the mutex: the first of the expected fetches that needs a copy; those before it keep what they will find. So many bytes more
-// than are listed are ahead already.
-Forecast::Expected Residency::lookAhead(Device& dev, std::size_t foreseen) {
+// Under the mutex: the first of the expected fetches that needs a copy; those before it keep what they will find.
+Forecast::Expected Residency::lookAhead(Device& dev) {
   if (!options_.prefetch || options_.evictAtUnpin || closed_) return {};
   const Forecast& forecast = dev.schedule.forecast();
   dev.horizon = std::max(dev.horizon, forecast.count());
@@ -63,7 +62,7 @@ Forecast::Expected Residency::lookAhead(Device& dev, std::size_t foreseen) {
       if (dev.unwritten == 0) dev.unwritten = dev.horizon + 1;
     } else if (const auto slot = find(*next.block, next.extent, dev.index)) {
       const bool isNew = slot->share == Share::Passing && !slot->isAhead;
-      if (isNew && !fitsAhead(dev, foreseen + slot->buffer.bytes)) return {};
+      if (isNew && !fitsAhead(dev, slot->buffer.bytes)) return {};
       dev.queue.expect(slot, dev.horizon + 1);
     } else {
       return next;
@@ -91,7 +90,7 @@ std::vector<Pin> Residency::foresee(Device& dev, Slots& retired) {
   std::size_t bytes = 0;
   const std::size_t most = std::min(options_.batchBytes, dev.ring / 4);
   for (int looked = 0; looked < kMostLookedAt; ++looked) {
-    const auto next = lookAhead(dev, bytes);
+    const auto next = lookAhead(dev);
     if (next.block == nullptr || dev.schedule.forecast().run() < dev.patience || !mayPrefetch(*next.block)) break;
     const auto again = std::find_if(batch.begin(), batch.end(), [&next](const Pin& pin) {
       return pin.slot_->host == hostOf(next) && pin.slot_->extent == next.extent;
@@ -130,7 +129,7 @@ Block* Residency::stillExpected(const Device& dev, const Slot& slot) const {
   const Forecast& forecast = dev.schedule.forecast();
   const auto next = forecast.expected(slot.expected - forecast.count());
   if (next.block == nullptr || next.writtenFirst || hostOf(next) != slot.host || next.extent != slot.extent) return nullptr;
-  return mayPrefetch(*next.block) && !find(*next.block, next.extent, dev.index) ? next.block : nullptr;
+  return mayPrefetch(*next.block) ? next.block : nullptr;
 }
 
 // Gives Slots of foresee() memory and their copies; false where some did without, as the Link refused, or something else has become of

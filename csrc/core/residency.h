@@ -181,7 +181,7 @@ class Residency {
   bool isLastWrite(const Block& block) const;
   void expectRead(Block& block);
   void follow(Device& device);
-  Forecast::Expected lookAhead(Device& device, std::size_t foreseen = 0);
+  Forecast::Expected lookAhead(Device& device);
   std::vector<Pin> foresee(Device& device, Slots& retired);
   bool fitsAhead(const Device& device, std::size_t bytes) const;
   bool mayPrefetch(const Block& block) const;

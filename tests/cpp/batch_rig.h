@@ -29,9 +29,15 @@ class BatchLink : public FaultLink {
     throw Error("offload: the device was made to fail after some of the copies.");
   }
 
+  void* allocate(std::size_t bytes, Stream stream) override {
+    if (whenAllocating) std::exchange(whenAllocating, nullptr)();
+    return FaultLink::allocate(bytes, stream);
+  }
+
   std::vector<std::size_t> singles; // their bytes
   std::vector<std::vector<Copy>> batches;
   std::function<void(std::span<const Copy>)> meanwhile; // called once, while a batch is being enqueued
+  std::function<void()> whenAllocating; // called once, in tests of one thread
   std::size_t failAfter = SIZE_MAX; // copies of a batch
 
  private:

@@ -294,6 +294,50 @@ TEST_F(PrefetchBatch, ABlockThatGoesMeanwhileKeepsItsMemoryUntilItHasBeenRead) {
   }
 }
 
+TEST_F(PrefetchBatch, ALeaseThatIsTakenMeanwhileKeepsItsBytesFromBeingCopied) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    make(options(seed));
+    forward(2);
+    rig_->link.batches.clear();
+    HostLease lease;
+    std::size_t leased = kLayers;
+    std::size_t k = 0;
+    rig_->link.whenAllocating = [&] {
+      leased = k + 6; // five to eight are to be copied
+      lease = rig_->cache.lease(*layers_[leased], Access::Write);
+    };
+    while (!lease) use(k++);
+    ASSERT_EQ(rig_->link.batches.size(), 1U);
+    EXPECT_EQ(rig_->link.batches[0].size(), 3U);
+    tags_[leased] = 500;
+    rig_->sim.hostAccess(lease.data(), kBytes, Access::Write);
+    std::memcpy(lease.data(), pattern(500, kBytes).data(), kBytes);
+    lease = {};
+    for (; k < kLayers; ++k) use(k);
+    forward();
+    checkValues();
+    ASSERT_FALSE(HasFailure()) << "seed " << seed;
+  }
+}
+
+TEST_F(PrefetchBatch, FetchesThatOvertakeABatchAreNotCopiedAgain) {
+  make(options());
+  forward(2);
+  std::size_t k = 0;
+  bool overtaken = false;
+  rig_->link.whenAllocating = [&] { // as another thread may
+    const std::size_t last = k + 7;
+    while (k < last) use(++k);
+    overtaken = true;
+  };
+  for (; k < kLayers; ++k) use(k);
+  EXPECT_TRUE(overtaken);
+  forward(2);
+  EXPECT_EQ(stats().prefetchesWasted, 0U);
+  EXPECT_LE(moved().copiesToDevice, stats().fetches + 8);
+  checkValues();
+}
+
 TEST_F(PrefetchBatch, ThreadsThatFetchAndThreadsThatWrite) {
   for (std::uint64_t seed = 0; seed < 5; ++seed) {
     make(options(seed));
