@@ -95,9 +95,8 @@ class ActivityRanges final : public Observer {
       if (!callbacks) return nullptr;
       std::string name = names().find(addressOf(observation.host), observation.bytes);
       if (name.empty()) name = nameOf(observation.purpose);
-      if (observation.others > 0) name += " and " + std::to_string(observation.others) + " more";
-      name = std::string("offload::") + verbOf(observation.activity) + " " + name + " [" +
-          std::to_string(observation.bytes + observation.bytesOfOthers) + " B]";
+      name = std::string("offload::") + verbOf(observation.activity) + " " + name + " [" + std::to_string(observation.bytes) +
+          " B]";
       return std::make_unique<Range>(std::move(*callbacks), std::move(name));
     } catch (...) {
       return nullptr; // a range that is missing harms nobody

@@ -23,9 +23,6 @@ struct Observation {
   const void* host; // where the bytes begin, or would, on the host
   std::size_t bytes;
   Purpose purpose;
-  /// Extents that are copied together with this one, and their bytes.
-  std::size_t others = 0;
-  std::size_t bytesOfOthers = 0;
 };
 
 /// Called on the thread that does something, with no lock of this library held, so it may ask for statistics. It must not throw, and

@@ -21,7 +21,7 @@ namespace offload {
 namespace {
 
 constexpr int kMostLookedAt = 64; // for each fetch, so that it takes bounded time
-constexpr std::size_t kMostCopies = 8; // and as many as one batch more has
+constexpr std::size_t kMostCopies = 8; // but what the last batch of them has beyond
 constexpr std::uint64_t kMostPatience = 1024;
 
 std::size_t shiftOf(const Block& block, Extent extent) {
@@ -143,8 +143,6 @@ bool Residency::prefetch(Device& dev, const std::vector<Pin>& batch) noexcept {
     std::vector<std::shared_ptr<Slot>> slots;
     std::vector<Copying> copying;
     copying.reserve(batch.size());
-    Observation observation{
-        Activity::Fetch, dev.index, batch[0].slot_->host, batch[0].slot_->extent.bytes(), batch[0].slot_->purpose};
     for (const Pin& pin : batch) {
       Slot& slot = *pin.slot_;
       try {
@@ -153,12 +151,13 @@ bool Residency::prefetch(Device& dev, const std::vector<Pin>& batch) noexcept {
         break; // no memory: the fetch itself will make room, or say so
       }
       slot.buffer.home = home;
-      if (slots.size() > 0) observation.bytesOfOthers += slot.extent.bytes();
       slots.push_back(pin.slot_);
     }
-    if (slots.empty()) return false;
-    observation.others = slots.size() - 1;
-    const auto span = observe(observation);
+    std::unique_ptr<Observer::Span> span; // one after the other; all copies are enqueued within the last
+    for (const auto& slot : slots) {
+      span.reset();
+      span = observe({Activity::Fetch, dev.index, slot->host, slot->extent.bytes(), slot->purpose});
+    }
     TokenSet after;
     Lock lock(mutex_);
     for (const auto& slot : slots) {

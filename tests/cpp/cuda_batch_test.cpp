@@ -80,8 +80,7 @@ TEST(CudaBatch, WhatIsExpectedIsCopiedInBatchesAndRight) {
     write(k, k);
   }
   EventPool events(link);
-  constexpr std::uint64_t kStepsOnDevice = 6;
-  for (std::uint64_t step = 0; step < kStepsOnDevice; ++step) {
+  for (std::uint64_t step = 0; step < 6; ++step) {
     for (std::size_t k = 0; k < blocks.size(); ++k) {
       const Pin pin = cache.fetch(*blocks[k], {0, blocks[k]->bytes}, stream);
       Bytes home(blocks[k]->bytes);
