@@ -14,7 +14,7 @@
 namespace offload {
 
 struct TransferOptions {
-  /// Each copy waits this long on its stream first, for tests.
+  /// Each copy, or what is copied at once, waits this long on its stream first, for tests.
   std::chrono::microseconds delay{0};
   /// Memory that is not page-locked is copied in pieces of this size. Small pieces fill the driver's queue, which takes about 50 of
   /// them (on an H200, with CUDA 13), and large ones leave the link idle at both ends of a copy.
