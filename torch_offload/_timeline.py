@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 Event = dict[str, Any]
 
-_RANGE = re.compile(r"offload::(hit|fetch|write_back|store|evict|wait) (.*) \[(\d+) B\]")
+_RANGE = re.compile(r"offload::(hit|fetch|prefetch|write_back|store|evict|wait) (.*) \[(\d+) B\]")
 _HOST = "user_annotation"
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
@@ -101,7 +101,7 @@ def _stalls(
     for thread, found in ranges.items():
         for one in found:
             tensor = one.event["args"]["tensor"]
-            if one.event["args"]["activity"] == "fetch" and copies.get(id(one.event)):
+            if one.event["args"]["activity"] in ("fetch", "prefetch") and copies.get(id(one.event)):
                 landed[tensor] = max(copies[id(one.event)], key=_end)
             if one.event["args"]["activity"] not in ("fetch", "hit") or tensor not in landed:
                 continue

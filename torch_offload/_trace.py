@@ -26,10 +26,11 @@ def trace(path: str | os.PathLike, model: torch.nn.Module | None = None) -> Iter
     """Writes what happens within it to a file that https://ui.perfetto.dev and chrome://tracing open.
 
     On one time line are the operations of PyTorch, kernels and copies of the GPU, and, in the category ``offload``,
-    with the names of parameters: ``fetch`` (a miss: the copy to the GPU is enqueued), ``hit``, ``write_back`` and
-    ``store`` (copies home are enqueued), ``evict``, ``wait`` (the host waits for copies) and ``stall`` (a stream of
-    the GPU waits for a copy). Each has the arguments ``activity`` and ``tensor``, and all but stalls have ``bytes``.
-    Copies on the GPU carry the names too. The file also has the counts of :func:`memory_stats` of that time, under
+    with the names of parameters: ``fetch`` (a miss: the copy to the GPU is enqueued), ``prefetch`` (the same ahead of a
+    fetch that is expected), ``hit``, ``write_back`` and ``store`` (copies home are enqueued), ``evict``, ``wait`` (the
+    host waits for copies) and ``stall`` (a stream of the GPU waits for a copy). Each has the arguments ``activity`` and
+    ``tensor``, and all but stalls have ``bytes``. Copies on the GPU carry the names too; those that were enqueued at
+    once all carry the last one's. The file also has the counts of :func:`memory_stats` of that time, under
     ``torch_offload``. Where the host computes, and no GPU is simulated, nothing is copied, and the file has the
     operations alone.
 

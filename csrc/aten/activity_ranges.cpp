@@ -64,6 +64,8 @@ const char* verbOf(Activity activity) {
       return "hit";
     case Activity::Fetch:
       return "fetch";
+    case Activity::Prefetch:
+      return "prefetch";
     case Activity::WriteBack:
       return "write_back";
     case Activity::Store:

@@ -13,8 +13,8 @@ namespace offload {
 /// Note [Ranges]
 /// Each activity of the cache is a user's range (at::RecordFunction), which torch.profiler, its NVTX output and every other callback
 /// see like those of torch.profiler.record_function: "offload::fetch layers.0.weight [16384 B]". Where a tensor has no name its
-/// purpose stands there. A copy that is enqueued within a range carries its name on the GPU's time line too. While nothing records,
-/// all of this is one question to a thread-local.
+/// purpose stands there. A copy that is enqueued within a range carries its name on the GPU's time line too; of copies that
+/// are enqueued at once all carry the last one's. While nothing records, all of this is one question to a thread-local.
 Observer& activityRanges();
 
 /// Names the bytes of an offload tensor until its storage goes; `replace` says what becomes of a name that they have.

@@ -11,6 +11,7 @@ namespace offload {
 enum class Activity : unsigned char {
   Hit, // a fetch found its bytes on the device
   Fetch, // a fetch did not, and its copy is being enqueued
+  Prefetch, // the copy for a fetch that is expected is being enqueued
   WriteBack, // the copy home of a result that the device holds is being enqueued
   Store, // the same for memory that somebody else owns
   Evict, // device memory is given up

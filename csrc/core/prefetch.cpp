@@ -2,9 +2,13 @@
 //
 // Note [Prefetch]
 // After each fetch the Schedule is asked what comes next, as far as half of the ring has room for it: what is on the device already is
-// kept there, and the first that is not gets a Slot and a copy. So the copy stream has work while the host waits for a result, and at
+// kept there, and what is not gets a Slot and a copy. So the copy stream has work while the host waits for a result, and at
 // the turning point between forward and backward nothing is copied that is still there. The other half is for what is in use, and
 // for results on their way home: were these let go at once, the stream that computes would wait for each of their copies.
+//
+// Small and middle-sized extents of page-locked memory travel in batches: one call of the Link and one token for several. In a steady
+// state a fetch makes room for one, so a batch waits until there is room for `batchBytes`, or for half of what may be ahead; the other
+// half is what comes first. A fetch waits for no batch: what has no copy yet it copies itself.
 //
 // A wrong guess costs the copies that were made, and no result. Each one doubles how long the order must have been the expected one
 // before another guess is made, and each right one takes one off that: an order that can't be foretold is streamed.
@@ -17,7 +21,7 @@ namespace offload {
 namespace {
 
 constexpr int kMostLookedAt = 64; // for each fetch, so that it takes bounded time
-constexpr int kMostCopies = 8;
+constexpr std::size_t kMostCopies = 8; // but what the last batch of them has beyond
 constexpr std::uint64_t kMostPatience = 1024;
 
 std::size_t shiftOf(const Block& block, Extent extent) {
@@ -75,78 +79,132 @@ bool Residency::mayPrefetch(const Block& block) const {
   return block.issuing == 0 && block.leases == 0 && block.hostVersion == block.version;
 }
 
-// Under the mutex: holds a new Slot for the first of the expected fetches that needs one, without memory as yet; nothing if there is
-// none, or no room.
-Pin Residency::foresee(Device& dev, Slots& retired) {
-  const auto next = lookAhead(dev);
-  if (next.block == nullptr || dev.schedule.forecast().run() < dev.patience || !mayPrefetch(*next.block)) return {};
-  const std::size_t bytes = next.extent.bytes() + shiftOf(*next.block, next.extent);
-  const bool room = dev.queue.budgetedBytes() + bytes <= dev.budget;
-  const bool stays = room && dev.schedule.keeps(*next.block, next.extent, room);
-  if (!fitsAhead(dev, bytes) || (!stays && dev.queue.keptBytes(dev.ring) + bytes > dev.ring)) return {};
-  auto slot = std::make_shared<Slot>();
-  slot->extent = next.extent;
-  slot->device = dev.index;
-  slot->host = hostOf(next);
-  slot->purpose = next.block->purpose;
-  slot->buffer.bytes = bytes;
-  dev.queue.makeRoom(stays ? 0 : bytes, dev.ring, retired);
-  dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
-  return {*this, std::move(slot), nullptr, {}};
+bool Residency::goesInBatch(const Forecast::Expected& expected) const {
+  return expected.extent.bytes() <= options_.batchMost && memoryOf(*expected.block) == HostMemory::Pinned;
 }
 
-// Gives a Slot of foresee() memory and a copy; false where the Link refused, or something else has become of what was expected.
+// Under the mutex: holds new Slots, without memory as yet, for the expected fetches that need one: a batch, or one that goes alone;
+// none where nothing is to be copied, or there is no room, or not enough for a batch to begin.
+std::vector<Pin> Residency::foresee(Device& dev, Slots& retired) {
+  std::vector<Pin> batch;
+  std::size_t bytes = 0;
+  const std::size_t most = std::min(options_.batchBytes, dev.ring / 4);
+  for (int looked = 0; looked < kMostLookedAt; ++looked) {
+    const auto next = lookAhead(dev);
+    if (next.block == nullptr || dev.schedule.forecast().run() < dev.patience || !mayPrefetch(*next.block)) break;
+    const auto again = std::find_if(batch.begin(), batch.end(), [&next](const Pin& pin) {
+      return pin.slot_->host == hostOf(next) && pin.slot_->extent == next.extent;
+    });
+    if (again != batch.end()) {
+      dev.queue.expect(again->slot_, ++dev.horizon);
+      continue;
+    }
+    const bool alone = !goesInBatch(next);
+    const std::size_t own = next.extent.bytes() + shiftOf(*next.block, next.extent);
+    if (batch.empty() ? !alone && !fitsAhead(dev, most) : alone || bytes + own > most) break;
+    const bool room = dev.queue.budgetedBytes() + own <= dev.budget;
+    const bool stays = room && dev.schedule.keeps(*next.block, next.extent, room);
+    if (!fitsAhead(dev, bytes + own) || (!stays && dev.queue.keptBytes(dev.ring) + own > dev.ring)) break;
+    if (batch.empty()) batch.reserve(alone ? 1 : kMostLookedAt);
+    auto slot = std::make_shared<Slot>();
+    slot->extent = next.extent;
+    slot->device = dev.index;
+    slot->host = hostOf(next);
+    slot->purpose = next.block->purpose;
+    slot->buffer.bytes = own;
+    dev.queue.makeRoom(stays ? 0 : own, dev.ring, retired);
+    dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
+    dev.queue.expect(slot, ++dev.horizon);
+    batch.push_back({*this, std::move(slot), nullptr, {}});
+    bytes += own;
+    if (alone) break;
+  }
+  return batch;
+}
+
+// Under the mutex: the Block that a Slot of foresee() is for; null where another thread's fetch, or write, has changed what is expected,
+// or the Block is gone.
+Block* Residency::stillExpected(const Device& dev, const Slot& slot) const {
+  if (closed_ || !dev.queue.isExpected(slot)) return nullptr;
+  const Forecast& forecast = dev.schedule.forecast();
+  const auto next = forecast.expected(slot.expected - forecast.count());
+  if (next.block == nullptr || next.writtenFirst || hostOf(next) != slot.host || next.extent != slot.extent) return nullptr;
+  return mayPrefetch(*next.block) ? next.block : nullptr;
+}
+
+// Gives Slots of foresee() memory and their copies; false where some did without, as the Link refused, or something else has become of
+// what was expected.
 //
-// The Block may go at any time but while it is `issuing`, and whoever destroys it may hold the GIL while he waits for that to end. So
+// A Block may go at any time but while it is `issuing`, and whoever destroys it may hold the GIL while he waits for that to end. So
 // memory is allocated before, and the observer told, as either may want the GIL.
-bool Residency::prefetch(Device& dev, const std::shared_ptr<Slot>& slot) noexcept {
+bool Residency::prefetch(Device& dev, const std::vector<Pin>& batch) noexcept {
   try {
     const Stream home = dev.transfer.deviceBound();
-    slot->buffer.data = link_.allocate(slot->buffer.bytes, home);
-    slot->buffer.home = home;
-    const auto span = observe({Activity::Fetch, dev.index, slot->host, slot->extent.bytes(), slot->purpose});
+    std::vector<std::shared_ptr<Slot>> slots;
+    std::vector<Copying> copying;
+    copying.reserve(batch.size());
+    for (const Pin& pin : batch) {
+      Slot& slot = *pin.slot_;
+      try {
+        slot.buffer.data = link_.allocate(slot.buffer.bytes, home);
+      } catch (...) {
+        break; // no memory: the fetch itself will make room, or say so
+      }
+      slot.buffer.home = home;
+      slots.push_back(pin.slot_);
+    }
+    std::unique_ptr<Observer::Span> span; // one after the other; all copies are enqueued within the last
+    for (const auto& slot : slots) {
+      span.reset();
+      span = observe({Activity::Prefetch, dev.index, slot->host, slot->extent.bytes(), slot->purpose});
+    }
+    TokenSet after;
     Lock lock(mutex_);
-    const auto next = lookAhead(dev);
-    // Another thread's fetch may have changed what is expected.
-    if (next.block == nullptr || hostOf(next) != slot->host || next.extent != slot->extent) return false;
-    Block& block = *next.block;
-    if (!mayPrefetch(block)) return false;
-    slot->data = static_cast<std::byte*>(slot->buffer.data) + shiftOf(block, slot->extent);
-    slot->version = block.version;
-    dev.queue.expect(slot, ++dev.horizon);
-    std::vector<Token> after;
-    block.writers.appendTo(after);
-    ++block.issuing;
+    for (const auto& slot : slots) {
+      Block* const block = stillExpected(dev, *slot);
+      if (block == nullptr) continue;
+      after.add(block->writers);
+      copying.push_back({slot, block});
+    }
+    if (copying.empty()) return false;
+    for (const auto& [slot, block] : copying) {
+      slot->data = static_cast<std::byte*>(slot->buffer.data) + shiftOf(*block, slot->extent);
+      slot->version = block->version;
+      ++block->issuing;
+    }
     lock.unlock();
     TokenSet reads;
     bool copied = false;
     try {
-      copyIn(*slot, block, dev, after, reads);
+      copyAllIn(copying, dev, after.all(), reads);
       copied = true;
     } catch (...) {
       // The fetch itself will say what is wrong.
     }
     lock.lock();
-    --block.issuing;
-    block.readers.add(reads); // the copy may be on its way although something failed
-    if (copied) {
+    for (const auto& [slot, block] : copying) {
+      --block->issuing;
+      block->readers.add(reads); // the copies may be on their way although something failed
+      if (!copied) continue;
       slot->become(SlotState::Clean);
-      slot->block = &block;
+      slot->block = block;
       slot->unused = true;
-      block.slots.push_back(slot);
+      block->slots.push_back(slot);
       ++dev.queue.stats.prefetches;
     }
     lock.unlock();
     issued_.notify_all();
-    return copied;
+    return copied && copying.size() == batch.size();
   } catch (...) {
-    return false; // no memory: the fetch itself will make room, or say so
+    return false;
   }
 }
 
-void Residency::prefetchMore(Device& dev, Pin next) noexcept {
-  for (int copies = 1; next && prefetch(dev, next.slot_) && copies < kMostCopies; ++copies) {
-    next = Pin(); // what has its copy is found again
+void Residency::prefetchMore(Device& dev, std::vector<Pin> next) noexcept {
+  for (std::size_t copies = 0; !next.empty();) {
+    copies += next.size();
+    if (!prefetch(dev, next) || copies >= kMostCopies) return;
+    next.clear(); // what has its copy is found again
     Slots retired;
     {
       Lock lock(mutex_);

@@ -29,7 +29,8 @@ Residency::Residency(Link& link, ResidencyOptions options)
       options_(options),
       ringIsSet_(options.ringIsSet) {
   for (int index = 0; index < link.deviceCount(); ++index) {
-    devices_.push_back(std::make_unique<Device>(link, events_, index, TransferOptions{options.copyDelay, options.chunkBytes}));
+    devices_.push_back(std::make_unique<Device>(
+        link, events_, index, TransferOptions{options.copyDelay, options.chunkBytes, options.batchLeast}));
   }
 }
 
@@ -68,7 +69,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     ++dev.queue.stats.hits;
     if (std::exchange(slot->unused, false) && dev.patience > 1) --dev.patience;
     dev.queue.pin(slot);
-    Pin next = foresee(dev, retired);
+    auto next = foresee(dev, retired);
     const Token ready = slot->ready;
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
     lock.unlock();
@@ -76,7 +77,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     Pin pinned(*this, std::move(slot), data, {stream});
     observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose});
     if (!ready.done()) ready.orderBefore(stream); // once it is known to be done, neither call reaches the driver
-    if (next) prefetchMore(dev, std::move(next));
+    prefetchMore(dev, std::move(next));
     return pinned;
   }
 
@@ -125,13 +126,13 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     slot->block = &block;
     block.slots.push_back(slot);
   }
-  Pin next = failure ? Pin() : foresee(dev, retired);
+  auto next = failure ? std::vector<Pin>() : foresee(dev, retired);
   lock.unlock();
   issued_.notify_all();
   if (failure) std::rethrow_exception(failure);
   pinned.data_ = slot->data;
   release(retired);
-  if (next) prefetchMore(dev, std::move(next));
+  prefetchMore(dev, std::move(next));
   if (tooLarge) warnOfRing(bytes);
   return pinned;
 }
@@ -145,6 +146,18 @@ void Residency::copyIn(Slot& slot, const Block& block, Device& dev, const std::v
   } else {
     slot.ready = dev.transfer.toDevice(slot.data, slot.host, slot.extent.bytes(), memoryOf(block), after, reads);
   }
+}
+
+// Of page-locked memory, where it is more than one.
+void Residency::copyAllIn(const std::vector<Copying>& batch, Device& dev, const std::vector<Token>& after, TokenSet& reads) {
+  if (batch.size() == 1) return copyIn(*batch[0].slot, *batch[0].block, dev, after, reads);
+  std::vector<Copy> copies;
+  for (const auto& [slot, block] : batch) {
+    if (options_.poison) link_.fill(slot->buffer.data, 0xFF, slot->buffer.bytes, slot->buffer.home);
+    copies.push_back({slot->data, slot->host, slot->extent.bytes()});
+  }
+  const Token done = dev.transfer.allToDevice(std::move(copies), after, reads);
+  for (const auto& [slot, block] : batch) slot->ready = done;
 }
 
 void* Residency::allocate(Device& dev, std::size_t bytes) {

@@ -63,6 +63,11 @@ struct ResidencyOptions {
   std::chrono::microseconds lookInterval{5000};
   /// Copies what the Schedule expects next ahead of its fetch.
   bool prefetch = true;
+  /// Of these, extents of page-locked memory that are no larger than this are copied together, so many bytes of them at a time; those
+  /// that are no smaller than batchLeast, in one call of the Link.
+  std::size_t batchLeast = TransferOptions{}.leastAtOnce;
+  std::size_t batchMost = std::size_t{2} << 20;
+  std::size_t batchBytes = std::size_t{8} << 20;
   /// For tests: gives up every Slot at its last unpin, and fills memory that is given up with 0xFF.
   bool evictAtUnpin = false;
   bool poison = false;
@@ -158,6 +163,12 @@ class Residency {
     std::uint64_t wasted = 0; // prefetches that `patience` has been told of
   };
 
+  /// A Slot, and the Block that it is about to get its bytes from.
+  struct Copying {
+    std::shared_ptr<Slot> slot;
+    Block* block;
+  };
+
   Device& device(int index);
   const Device& device(int index) const;
   std::shared_ptr<Slot> find(const Block& block, Extent extent, int device) const;
@@ -171,11 +182,13 @@ class Residency {
   void expectRead(Block& block);
   void follow(Device& device);
   Forecast::Expected lookAhead(Device& device);
-  Pin foresee(Device& device, Slots& retired);
+  std::vector<Pin> foresee(Device& device, Slots& retired);
   bool fitsAhead(const Device& device, std::size_t bytes) const;
   bool mayPrefetch(const Block& block) const;
-  bool prefetch(Device& device, const std::shared_ptr<Slot>& slot) noexcept;
-  void prefetchMore(Device& device, Pin next) noexcept;
+  bool goesInBatch(const Forecast::Expected& expected) const;
+  Block* stillExpected(const Device& device, const Slot& slot) const;
+  bool prefetch(Device& device, const std::vector<Pin>& batch) noexcept;
+  void prefetchMore(Device& device, std::vector<Pin> next) noexcept;
   void look(Device& device);
   void endPass(Device& device);
   void plan(Device& device);
@@ -189,6 +202,7 @@ class Residency {
   void settle() noexcept;
   void* allocate(Device& device, std::size_t bytes);
   void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, TokenSet& reads);
+  void copyAllIn(const std::vector<Copying>& batch, Device& device, const std::vector<Token>& after, TokenSet& reads);
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
   void endLease(Block& block, Access access) noexcept;
   void require(const Block& block) const;

@@ -50,6 +50,9 @@ class SlotQueue {
   void expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch);
   /// Nothing that was expected is so any more.
   void expectNothing();
+  bool isExpected(const Slot& slot) const noexcept {
+    return slot.epoch == epoch_ && slot.expected > now_;
+  }
   /// Whether something has been retired that is expected, since this was asked last.
   bool wasInterrupted() noexcept {
     return std::exchange(interrupted_, false);
@@ -86,9 +89,6 @@ class SlotQueue {
  private:
   using List = std::list<std::shared_ptr<Slot>>;
 
-  bool isExpected(const Slot& slot) const noexcept {
-    return slot.epoch == epoch_ && slot.expected > now_;
-  }
   List& listOf(const Slot& slot);
   std::size_t* accountOf(const Slot& slot);
   std::size_t* tallyOf(const List& list);

@@ -23,6 +23,7 @@ Transfer::Transfer(Link& link, EventPool& events, int device, TransferOptions op
     : link_(link),
       events_(events),
       delay_(options.delay),
+      leastAtOnce_(options.leastAtOnce),
       toDevice_(link, events, device, options.chunkBytes),
       toHost_(link, events, device, options.chunkBytes),
       files_(link, options.chunkBytes, BounceRing::Locking::Preferred) {}
@@ -39,6 +40,23 @@ Token Transfer::toDevice(
   orderBefore(after, deviceBound());
   send(device, host, bytes);
   ++copiesToDevice_;
+  Token done = events_.record(deviceBound());
+  reads.add(done);
+  return done;
+}
+
+Token Transfer::allToDevice(std::vector<Copy> copies, std::span<const Token> after, TokenSet& reads) {
+  orderBefore(after, deviceBound());
+  const auto rest =
+      std::partition(copies.begin(), copies.end(), [this](const Copy& copy) { return copy.bytes < leastAtOnce_; });
+  try {
+    for (auto copy = copies.begin(); copy != rest; ++copy) send(copy->to, copy->from, copy->bytes);
+    sendAtOnce({rest, copies.end()});
+  } catch (...) {
+    reads.add(events_.record(deviceBound())); // some may be on their way
+    throw;
+  }
+  copiesToDevice_ += copies.size();
   Token done = events_.record(deviceBound());
   reads.add(done);
   return done;
@@ -117,6 +135,14 @@ void Transfer::send(void* device, const void* host, std::size_t bytes) {
   sleep(deviceBound());
   link_.copyToDevice(device, host, bytes, deviceBound());
   bytesToDevice_ += bytes;
+}
+
+void Transfer::sendAtOnce(std::span<const Copy> copies) {
+  if (copies.empty()) return;
+  if (copies.size() == 1) return send(copies[0].to, copies[0].from, copies[0].bytes);
+  sleep(deviceBound());
+  link_.copyAllToDevice(copies, deviceBound());
+  for (const Copy& copy : copies) bytesToDevice_ += copy.bytes;
 }
 
 void Transfer::receive(void* host, const void* device, std::size_t bytes) {

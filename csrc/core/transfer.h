@@ -14,11 +14,13 @@
 namespace offload {
 
 struct TransferOptions {
-  /// Each copy waits this long on its stream first, for tests.
+  /// Each copy, or what is copied at once, waits this long on its stream first, for tests.
   std::chrono::microseconds delay{0};
   /// Memory that is not page-locked is copied in pieces of this size. Small pieces fill the driver's queue, which takes about 50 of
   /// them (on an H200, with CUDA 13), and large ones leave the link idle at both ends of a copy.
   std::size_t chunkBytes = std::size_t{8} << 20;
+  /// Of copies that may be enqueued at once, smaller ones get a call each, which moves them faster.
+  std::size_t leastAtOnce = std::size_t{64} << 10;
 };
 
 struct TransferStats {
@@ -44,7 +46,9 @@ class Transfer {
   /// have been read, also where this throws midway. What is then on its way to the device is in the order of deviceBound().
   Token toDevice(
       void* device, const void* host, std::size_t bytes, HostMemory memory, std::span<const Token> after, TokenSet& reads);
-  /// The same the other way; `uses` gets what tells that neither end is used any more.
+  /// The same for several pieces of page-locked memory; the token is for all of them. Enqueued with as few calls as that is good for.
+  Token allToDevice(std::vector<Copy> copies, std::span<const Token> after, TokenSet& reads);
+  /// Like toDevice(), the other way; `uses` gets what tells that neither end is used any more.
   Token toHost(
       void* host, const void* device, std::size_t bytes, HostMemory memory, std::span<const Token> after, TokenSet& uses);
   /// Like toDevice(), from a file. Reads that fail are kept in `errors`, which outlives this. Throws OutOfMemory where the system has
@@ -82,12 +86,14 @@ class Transfer {
       std::span<const Token> after, TokenSet& reads);
   Token bounceToHost(BounceRing::Taken chunk, std::byte* host, const std::byte* device, std::size_t bytes, TokenSet& uses);
   void send(void* device, const void* host, std::size_t bytes);
+  void sendAtOnce(std::span<const Copy> copies);
   void receive(void* host, const void* device, std::size_t bytes);
   void sleep(Stream stream);
 
   Link& link_;
   EventPool& events_;
   const std::chrono::microseconds delay_;
+  const std::size_t leastAtOnce_;
   Lane toDevice_;
   Lane toHost_;
   BounceRing files_; // for toDevice_; goes first, too

@@ -1,12 +1,9 @@
 // Pageable memory on a real device: whole, in order, and without the caller waiting. Skipped where there is none.
 #ifdef OFFLOAD_WITH_CUDA
-#include <cuda_runtime_api.h>
-
 #include <chrono>
 #include <thread>
 
-#include "core/link/cuda_link.h"
-#include "core_rig.h"
+#include "cuda_rig.h"
 
 namespace offload {
 namespace {
@@ -14,24 +11,8 @@ namespace {
 using namespace core_test;
 using namespace std::chrono_literals;
 
-class PlainMemory final : public DeviceMemory {
- public:
-  void* allocate(std::size_t bytes, Stream /*stream*/) override {
-    void* data = nullptr;
-    EXPECT_EQ(cudaMalloc(&data, bytes), cudaSuccess);
-    return data;
-  }
-  void free(void* device, Stream /*stream*/) noexcept override {
-    (void)cudaFree(device);
-  }
-  std::size_t freeBytes(int /*device*/) override {
-    return 0;
-  }
-};
-
 TEST(CudaBounce, CopiesOfPageableMemoryDoNotWait) {
-  int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+  if (!hasCuda()) {
     GTEST_SKIP() << "no CUDA device";
   }
   const auto link = makeCudaLink(std::make_unique<PlainMemory>());

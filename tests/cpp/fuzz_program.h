@@ -8,7 +8,8 @@
 #include <string>
 #include <utility>
 
-#include "core_rig.h"
+#include "batch_rig.h"
+#include "fuzz_options.h"
 #include "test_file.h"
 
 namespace offload::core_test {
@@ -16,26 +17,22 @@ namespace offload::core_test {
 inline constexpr std::size_t kSteps = 60;
 inline constexpr std::size_t kMostBlocks = 6;
 inline constexpr std::size_t kMostPins = 8;
-inline constexpr std::size_t kMostBytes = 2048;
 
 struct Range {
   std::size_t begin;
   std::size_t bytes;
 };
 
-enum class Kind {
-  Any, // fetches in no order
-  Failing, // the same over a link that fails now and then
-  Ordered, // most fetches come in an order that repeats, with exceptions, as a training step's do; every other link fails
-};
-
 class Program {
+  using Rig = BasicRig<BatchLink>;
+
  public:
   Program(std::uint64_t seed, Kind kind)
       : random_(seed),
-        faulty_(kind == Kind::Failing || (kind == Kind::Ordered && seed % 2 == 1)),
-        ordered_(kind == Kind::Ordered),
-        rig_(options(seed)) {
+        ordered_(isOrdered(kind)),
+        faulty_(kind == Kind::Failing || (ordered_ && seed % 2 == 1)),
+        batches_(kind == Kind::Batches),
+        rig_(programOptions(random_, seed, kind)) {
     for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
       streams_.push_back({device, nullptr});
       streams_.push_back(rig_.sim.createStream(device));
@@ -51,10 +48,17 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
+  std::size_t batchesCopied() const {
+    return rig_.link.batches.size();
+  }
+
   void run() {
-    for (std::size_t step = 0; step < (ordered_ ? 2 * kSteps : kSteps); ++step) {
+    for (std::size_t step = 0; step < (batches_ ? 4 * kSteps : ordered_ ? 2 * kSteps : kSteps); ++step) {
       if (faulty_ && random_.oneIn(3)) {
         rig_.link.fail(1 + random_.below(12));
+      }
+      if (faulty_ && batches_) {
+        rig_.link.failAfter = random_.oneIn(8) ? random_.below(3) : SIZE_MAX;
       }
       try {
         act();
@@ -96,56 +100,14 @@ class Program {
     std::vector<Stream> streams;
   };
 
-  CoreOptions options(std::uint64_t seed) {
-    CoreOptions options;
-    options.sim.seed = seed;
-    options.sim.devices = 1 + static_cast<int>(random_.below(2));
-    options.sim.deviceBytes = std::size_t{1024} << random_.below(6);
-    options.cache.ringBytes = std::size_t{512} << random_.below(6);
-    options.cache.evictAtUnpin = random_.oneIn(8);
-    options.cache.poison = random_.oneIn(4);
-    options.cache.copyDelay = std::chrono::microseconds(random_.oneIn(64) ? 1 : 0);
-    options.arena.sharedRegionBytes = std::size_t{4096} << random_.below(3);
-    options.arena.ownRegionBytes = random_.oneIn(4) ? 1024 : 1 << 14;
-    options.arena.poison = random_.oneIn(4);
-    if (ordered_) { // too little for all Blocks, and enough to look ahead
-      options.sim.deviceBytes = 1 << 16;
-      options.cache.ringBytes = std::size_t{2048} << (seed % 3);
-      options.cache.evictAtUnpin = false;
-    }
-    limitPageLocking(options, seed);
-    giveBudget(options, seed);
-    return options;
-  }
-
-  /// None, some, or what is free.
-  static void giveBudget(CoreOptions& options, std::uint64_t seed) {
-    SimRandom random(seed * 3 + 1);
-    options.cache.headroomBytes = options.sim.deviceBytes / 4;
-    options.cache.budgetBytes = random.oneIn(2) ? 0 : std::size_t{256} << random.below(7);
-    if (random.oneIn(3)) {
-      options.cache.budgetBytes.reset();
-    }
-  }
-
-  /// Blocks are pageable where the Arena is past its limit, and have no ring where the system refuses too.
-  static void limitPageLocking(CoreOptions& options, std::uint64_t seed) {
-    SimRandom random(~seed); // not the program's own numbers, which would make other programs of known seeds
-    options.cache.chunkBytes = std::size_t{128} << random.below(5);
-    if (random.oneIn(2)) {
-      options.arena.pinnedLimit = random.below(1 << 14);
-    }
-    options.sim.wantsRegistration = true;
-    if (random.oneIn(4)) {
-      options.sim.registrationLimit = random.below(1 << 14);
-    }
-  }
-
   void act() {
+    if (batches_ && models_.size() < 4 * kMostBlocks) {
+      return addBlock();
+    }
     if (models_.empty() || (models_.size() < kMostBlocks && random_.oneIn(8))) {
       return addBlock();
     }
-    if (ordered_ && !random_.oneIn(5)) {
+    if (ordered_ && !random_.oneIn(batches_ ? 20 : 5)) {
       return fetchNext();
     }
     switch (random_.below(32)) {
@@ -213,9 +175,9 @@ class Program {
 
   void addBlock() {
     Model model;
-    const std::size_t bytes = 1 + random_.below(kMostBytes);
+    const std::size_t bytes = 1 + random_.below(batches_ ? kMostBytes / 4 : kMostBytes);
     model.bytes = value(bytes);
-    if (random_.oneIn(4)) {
+    if (random_.oneIn(batches_ ? 16 : 4)) {
       if (bytes % 2 == 0) {
         const std::size_t offset = bytes % 100;
         Bytes contents(offset);
@@ -278,7 +240,7 @@ class Program {
   /// Forward through all Blocks and back again; now and then one is left out. Most are let go at once, as a layer's weights are.
   void fetchNext() {
     const std::size_t count = models_.size();
-    turn_ += random_.oneIn(16) ? 2 : 1;
+    turn_ += random_.oneIn(batches_ ? 64 : 16) ? 2 : 1;
     const std::size_t at = turn_ % (2 * count);
     Model& from = models_[at < count ? at : 2 * count - 1 - at];
     const std::size_t before = pins_.size();
@@ -496,8 +458,9 @@ class Program {
   }
 
   SimRandom random_;
-  const bool faulty_;
   const bool ordered_;
+  const bool faulty_;
+  const bool batches_;
   std::size_t turn_ = 0;
   std::string wrong_;
   Rig rig_;

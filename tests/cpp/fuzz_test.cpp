@@ -41,14 +41,18 @@ const char* nameOf(Kind kind) {
       return "BytesAndOrder";
     case Kind::Failing:
       return "AFailingLinkLosesNothing";
-    default:
+    case Kind::Ordered:
       return "OrdersThatRepeat";
+    default:
+      return "OrdersThatAreCopiedInBatches";
   }
 }
 
-bool runs(std::uint64_t seed, Kind kind) {
+bool runs(std::uint64_t seed, Kind kind, std::size_t* batches = nullptr) {
   try {
-    Program(seed, kind).run();
+    Program program(seed, kind);
+    program.run();
+    if (batches != nullptr) *batches += program.batchesCopied();
     return true;
   } catch (const std::exception& error) {
     ADD_FAILURE() << "seed " << seed << ": " << error.what() << "\n  OFFLOAD_FUZZ_FIRST=" << seed
@@ -57,13 +61,16 @@ bool runs(std::uint64_t seed, Kind kind) {
   }
 }
 
-void runSeeds(Kind kind, std::uint64_t seeds = kDefaultSeeds) {
+/// How many batches of copies the programs made.
+std::size_t runSeeds(Kind kind, std::uint64_t seeds = kDefaultSeeds) {
   const std::uint64_t first = environmentNumber("OFFLOAD_FUZZ_FIRST", 0);
   const std::uint64_t count = environmentNumber("OFFLOAD_FUZZ_SEEDS", seeds);
   int failed = 0;
+  std::size_t batches = 0;
   for (std::uint64_t seed = first; seed < first + count && failed < 5; ++seed) {
-    failed += !runs(seed, kind);
+    failed += !runs(seed, kind, &batches);
   }
+  return batches;
 }
 
 TEST(Fuzz, Regressions) {
@@ -82,6 +89,11 @@ TEST(Fuzz, AFailingLinkLosesNothing) {
 
 TEST(Fuzz, OrdersThatRepeat) {
   runSeeds(Kind::Ordered, kDefaultSeeds / 5); // which are longer
+}
+
+TEST(Fuzz, OrdersThatAreCopiedInBatches) {
+  const std::size_t batches = runSeeds(Kind::Batches, kDefaultSeeds / 10);
+  EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || batches > kDefaultSeeds / 10) << batches;
 }
 
 } // namespace

@@ -2,6 +2,7 @@
 #include "core_rig.h"
 
 #include <mutex>
+#include <set>
 
 namespace offload {
 namespace {
@@ -24,7 +25,7 @@ class Log final : public Observer {
     look();
     seen.push_back(observation);
     if (!recording) return nullptr;
-    ++open;
+    mostOpen = std::max(mostOpen, ++open);
     return std::make_unique<Ended>(*this);
   }
   void look() const {
@@ -46,6 +47,7 @@ class Log final : public Observer {
   const Residency* cache = nullptr;
   bool recording = true;
   int open = 0;
+  int mostOpen = 0;
   std::vector<Observation> seen;
   mutable ResidencyStats stats;
 };
@@ -103,6 +105,31 @@ TEST(Observer, AnEvictionSaysWhatItsBlockWas) {
   ASSERT_EQ(observed.log.of(Activity::Evict).size(), 1U);
   EXPECT_EQ(observed.log.of(Activity::Evict)[0].host, host);
   EXPECT_EQ(observed.log.of(Activity::Evict)[0].bytes, 1000U);
+}
+
+TEST(Observer, EveryCopyOfABatchIsTold) {
+  Log log;
+  CoreOptions options;
+  options.cache.ringBytes = 16'000;
+  options.cache.batchLeast = 0;
+  options.cache.observer = &log;
+  Rig rig(options);
+  log.cache = &rig.cache;
+  const Stream stream = rig.sim.createStream(0);
+  std::vector<Rig::BlockPtr> blocks;
+  for (std::uint64_t k = 0; k < 24; ++k) blocks.push_back(rig.newBlock(pattern(k, 1000)));
+  for (int step = 0; step < 3; ++step) {
+    if (step == 2) log.seen.clear();
+    for (const auto& block : blocks) rig.cache.fetch(*block, {0, 1000}, stream);
+  }
+  EXPECT_EQ(log.of(Activity::Hit).size(), 24U);
+  EXPECT_EQ(log.of(Activity::Prefetch).size(), 24U);
+  EXPECT_EQ(log.bytesOf(Activity::Prefetch), 24'000U);
+  std::set<const void*> places;
+  for (const Observation& one : log.of(Activity::Prefetch)) places.insert(one.host);
+  EXPECT_EQ(places.size(), 24U);
+  EXPECT_EQ(log.open, 0);
+  EXPECT_EQ(log.mostOpen, 1) << "ranges do not contain one another";
 }
 
 TEST(Observer, ResultsGoHomeAndTheHostWaits) {
@@ -167,8 +194,9 @@ TEST(Observer, TellsOfEveryCopy) {
       rig.cache.emptyCache(0);
       const TransferStats moved = rig.cache.transferStats(0);
       const ResidencyStats stats = rig.cache.stats(0);
-      EXPECT_EQ(observed.log.of(Activity::Fetch).size(), moved.copiesToDevice);
-      EXPECT_EQ(observed.log.bytesOf(Activity::Fetch), moved.bytesToDevice);
+      EXPECT_EQ(observed.log.of(Activity::Prefetch).size(), stats.prefetches);
+      EXPECT_EQ(observed.log.of(Activity::Fetch).size() + stats.prefetches, moved.copiesToDevice);
+      EXPECT_EQ(observed.log.bytesOf(Activity::Fetch) + observed.log.bytesOf(Activity::Prefetch), moved.bytesToDevice);
       EXPECT_EQ(observed.log.of(Activity::WriteBack).size(), moved.copiesToHost);
       EXPECT_EQ(observed.log.bytesOf(Activity::WriteBack), moved.bytesToHost);
       EXPECT_EQ(observed.log.of(Activity::Hit).size(), stats.hits);

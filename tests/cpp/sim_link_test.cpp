@@ -1,6 +1,7 @@
 // How the simulated link runs what it is given: order, lateness, seeds, events, host tasks, threads.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <memory>
 #include <set>
 #include <stdexcept>
@@ -103,6 +104,59 @@ TEST(SimLink, EventsOrderStreams) {
     rig.link.drain();
     EXPECT_EQ(found, 3);
   });
+}
+
+TEST(SimLink, CopiesAtOnceRunInAnyOrderAndInThatOfTheirStream) {
+  std::set<std::uint64_t> traces;
+  for (std::uint64_t seed = 0; seed < seeds; ++seed) {
+    Rig rig(seed);
+    auto* const device = static_cast<unsigned char*>(rig.device);
+    std::vector<Copy> copies;
+    for (unsigned char k = 0; k < 3; ++k) {
+      rig.host[k] = k + 1;
+      copies.push_back({device + 2 - k, &rig.host[k], 1});
+    }
+    const std::uint64_t before = rig.link.trace();
+    rig.link.fill(device, 9, size, rig.one);
+    rig.link.copyAllToDevice(copies, rig.one);
+    EXPECT_EQ(rig.link.trace(), before) << "nothing runs before somebody must see it";
+    rig.link.record(rig.event, rig.one);
+    rig.link.synchronize(rig.event);
+    EXPECT_EQ((std::vector<int>{device[0], device[1], device[2], device[3]}), (std::vector<int>{3, 2, 1, 9}));
+    rig.link.hostAccess(rig.host.data(), size, Access::Write);
+    traces.insert(rig.link.trace());
+    EXPECT_TRUE(rig.link.reports().empty());
+  }
+  EXPECT_EQ(traces.size(), 6U);
+}
+
+TEST(SimLink, NothingOrdersCopiesAtOnceAmongEachOtherOrAgainstOthers) {
+  const auto copyBoth = [](Rig& rig, std::size_t at) {
+    auto* const device = static_cast<std::byte*>(rig.device);
+    const std::array<Copy, 2> copies{{{device, rig.host.data(), 8}, {device + at, rig.host.data(), 8}}};
+    rig.link.copyAllToDevice(copies, rig.one);
+  };
+  expectReport([&](Rig& rig) { copyBoth(rig, 7); }, {"race: copy to device", "copy to device"});
+  expectNoReport([&](Rig& rig) { copyBoth(rig, 8); });
+  expectReport(
+      [&](Rig& rig) {
+        copyBoth(rig, 8);
+        rig.link.fill(static_cast<std::byte*>(rig.device) + 15, 1, 1, rig.two);
+      },
+      {"race: fill", "copy to device"});
+  expectReport(
+      [&](Rig& rig) {
+        copyBoth(rig, 8);
+        rig.link.hostAccess(rig.host.data() + 7, 1, Access::Write);
+      },
+      {"race: access", "copy to device"});
+  expectReport([&](Rig& rig) { copyBoth(rig, size); }, {"copy to device"});
+  expectReport(
+      [](Rig& rig) {
+        const Copy copy{rig.device, rig.host.data(), 8};
+        rig.link.copyAllToDevice({&copy, 1}, {0, nullptr});
+      },
+      {"at once on the default stream"});
 }
 
 TEST(SimLink, RecordingAgainMovesTheEventButNotTheWaits) {

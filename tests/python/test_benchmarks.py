@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = ["arena", "exactness", "forward", "load", "memory", "optimizer", "overhead", "residency", "training"]
+NAMES = ["arena", "batches", "exactness", "forward", "load", "memory", "optimizer", "overhead", "residency", "training"]
 
 
 def test_every_benchmark_is_here() -> None:

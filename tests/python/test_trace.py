@@ -54,11 +54,12 @@ def test_every_copy_is_an_event(tmp_path, budget):
         events, counts = traced(tmp_path / "t.json", lambda: train(model), model=model)
     finally:
         torch_offload.set_budget("auto")
-    fetches = of(events, "fetch")
+    fetches = of(events, "fetch", "prefetch")
     assert len(fetches) == counts["link.copies_to_device"] > 0
     assert bytes_of(fetches) == counts["link.bytes_to_device"]
     assert len(of(events, "hit")) == counts["cache.hits"]
     assert len(of(events, "hit", "fetch")) == counts["cache.fetches"]
+    assert len(of(events, "prefetch")) == counts["cache.prefetches"] > 0
     home = of(events, "write_back", "store")
     assert len(home) == counts["link.copies_to_host"] > 0
     assert bytes_of(home) == counts["link.bytes_to_host"]
@@ -75,7 +76,7 @@ def test_bytes_are_of_the_tensor_that_is_named(tmp_path):
     torch.offload.empty_cache()
     with torch.no_grad():
         events, _ = traced(tmp_path / "t.json", lambda: model(data(4, 128)), model=model)
-    seen = {event["args"]["tensor"]: event["args"]["bytes"] for event in of(events, "fetch")}
+    seen = {event["args"]["tensor"]: event["args"]["bytes"] for event in of(events, "fetch", "prefetch")}
     assert seen == {"0.weight": 128 * 256 * 4, "0.bias": 256 * 4, "1.weight": 256 * 512 * 4}
 
 

@@ -61,6 +61,7 @@ class CudaLink final : public Link {
  public:
   explicit CudaLink(std::unique_ptr<DeviceMemory> memory) : memory_(std::move(memory)) {
     check(cudaGetDeviceCount(&devices_), "count the devices");
+    check(cudaDriverGetVersion(&driver_), "read the version of the driver");
   }
 
   int deviceCount() const override {
@@ -124,6 +125,38 @@ class CudaLink final : public Link {
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override {
     DeviceScope scope(stream.device);
     check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, native(stream)), "copy to the device");
+  }
+
+  // Where this CUDA, or the driver, is older than the call: one call each.
+  void copyAllToDevice(std::span<const Copy> copies, Stream stream) override {
+#if CUDART_VERSION >= 12080
+    if (driver_ < 12080) return Link::copyAllToDevice(copies, stream);
+    std::vector<void*> to;
+    std::vector<void*> from;
+    std::vector<std::size_t> bytes;
+    for (const Copy& copy : copies) {
+      to.push_back(copy.to);
+      from.push_back(const_cast<void*>(copy.from)); // CUDA 12 asks for it
+      bytes.push_back(copy.bytes);
+    }
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder =
+        cudaMemcpySrcAccessOrderStream; // the host may write again once the stream has passed, not before
+    std::size_t first = 0; // of the copies with these attributes
+    RelaxedCapture relaxed;
+    DeviceScope scope(stream.device);
+#if CUDART_VERSION >= 13000
+    const cudaError_t code =
+        cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first, 1, native(stream));
+#else
+    std::size_t failed = 0;
+    const cudaError_t code =
+        cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first, 1, &failed, native(stream));
+#endif
+    check(code, "copy to the device");
+#else
+    Link::copyAllToDevice(copies, stream);
+#endif
   }
 
   void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override {
@@ -190,6 +223,7 @@ class CudaLink final : public Link {
  private:
   std::unique_ptr<DeviceMemory> memory_;
   int devices_ = 0;
+  int driver_ = 0; // the newest CUDA that it runs
 };
 
 } // namespace

@@ -93,6 +93,11 @@ void FaultLink::copyToDevice(void* device, const void* host, std::size_t bytes, 
   link_.copyToDevice(device, host, bytes, stream);
 }
 
+void FaultLink::copyAllToDevice(std::span<const Copy> copies, Stream stream) {
+  mayFail("copy to the device at once");
+  link_.copyAllToDevice(copies, stream);
+}
+
 void FaultLink::copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) {
   mayFail("copy to the host");
   link_.copyToHost(host, device, bytes, stream);

@@ -12,6 +12,7 @@
 #include <concepts>
 #include <cstddef>
 #include <functional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,6 +37,13 @@ struct HostUse {
   const void* data = nullptr;
   std::size_t bytes = 0;
   Access access = Access::Read;
+};
+
+/// One copy of several that are enqueued together.
+struct Copy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  std::size_t bytes = 0;
 };
 
 /// Work for the host in stream order.
@@ -73,6 +81,11 @@ class Link {
   virtual void synchronize(Event event) = 0;
 
   virtual void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) = 0;
+  /// The same from several places of page-locked memory, to places that don't overlap. The whole is in stream order, and nothing orders
+  /// one copy after another. Not for a default stream. Where this throws, some of the copies may be on their way.
+  virtual void copyAllToDevice(std::span<const Copy> copies, Stream stream) {
+    for (const Copy& copy : copies) copyToDevice(copy.to, copy.from, copy.bytes, stream);
+  }
   virtual void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) = 0;
   /// Fills device bytes; used to poison what is free.
   virtual void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) = 0;

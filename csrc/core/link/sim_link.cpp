@@ -120,6 +120,29 @@ void SimLink::copyToDevice(void* device, const void* host, std::size_t bytes, St
   }
 }
 
+void SimLink::copyAllToDevice(std::span<const Copy> copies, Stream stream) {
+  Lock lock = enter();
+  const Actor actor = actorOf(stream);
+  if (actor == hostActor) {
+    checks_.refuse("copies were enqueued at once on the default stream of device " + std::to_string(stream.device));
+  }
+  std::vector<Operation> operations;
+  for (const ActionPtr& action : races_.actAtOnce(actor, "copy to device", copies.size())) {
+    const Copy copy = copies[operations.size()];
+    const std::vector<SimAccess> accesses{
+        {{copy.from, copy.bytes}, Access::Read, false}, {{copy.to, copy.bytes}, Access::Write, true}};
+    const bool admitted = checks_.admit(action, accesses);
+    operations.push_back({action, [=] {
+                            if (admitted) std::memcpy(copy.to, copy.from, copy.bytes);
+                          }});
+  }
+  while (!operations.empty()) {
+    std::swap(operations[schedule_.random().below(operations.size())], operations.back());
+    enqueue(lock, std::move(operations.back()));
+    operations.pop_back();
+  }
+}
+
 void SimLink::copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) {
   Lock lock = enter();
   const ActionPtr action = races_.act(actorOf(stream), "copy to host");

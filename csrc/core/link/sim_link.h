@@ -65,6 +65,7 @@ class SimLink final : public Link {
   bool query(Event event) override;
   void synchronize(Event event) override;
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override;
+  void copyAllToDevice(std::span<const Copy> copies, Stream stream) override;
   void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override;
   void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) override;
   void launchHost(HostTask task, Stream stream) override;

@@ -43,6 +43,15 @@ ActionPtr RaceDetector::act(Actor actor, const char* kind) {
   return action;
 }
 
+std::vector<ActionPtr> RaceDetector::actAtOnce(Actor actor, const char* kind, std::size_t count) {
+  const VectorClock before = act(actor, kind)->clock;
+  std::vector<ActionPtr> actions;
+  for (std::size_t i = 0; i < count; ++i) {
+    actions.push_back(std::make_shared<Action>(Action{kind, ++sequence_, actor, clocks_[actor].tick(actor), before}));
+  }
+  return actions;
+}
+
 void RaceDetector::join(Actor actor, const VectorClock& seen) {
   clocks_[actor].join(seen);
 }

@@ -65,6 +65,8 @@ class RaceDetector {
   Actor addActor();
   /// The next action of `actor`. A stream's action is after all that the host did and learned so far.
   ActionPtr act(Actor actor, const char* kind);
+  /// The next `count` actions of a stream, none of which is after another.
+  std::vector<ActionPtr> actAtOnce(Actor actor, const char* kind, std::size_t count);
   const VectorClock& clock(Actor actor) const {
     return clocks_[actor];
   }

@@ -1,0 +1,70 @@
+// What kinds of random programs there are, and the systems that they run on.
+#pragma once
+
+#include "core_rig.h"
+
+namespace offload::core_test {
+
+inline constexpr std::size_t kMostBytes = 2048; // of a Block
+
+enum class Kind {
+  Any, // fetches in no order
+  Failing, // the same over a link that fails now and then
+  Ordered, // most fetches come in an order that repeats, with exceptions, as a training step's do; every other link fails
+  Batches, // the same with more and smaller Blocks and fewer exceptions: several are copied at once
+};
+
+inline bool isOrdered(Kind kind) {
+  return kind == Kind::Ordered || kind == Kind::Batches;
+}
+
+/// None, some, or what is free.
+inline void giveBudget(CoreOptions& options, std::uint64_t seed) {
+  SimRandom random(seed * 3 + 1);
+  options.cache.headroomBytes = options.sim.deviceBytes / 4;
+  options.cache.budgetBytes = random.oneIn(2) ? 0 : std::size_t{256} << random.below(7);
+  if (random.oneIn(3)) {
+    options.cache.budgetBytes.reset();
+  }
+}
+
+/// Blocks are pageable where the Arena is past its limit, and have no ring where the system refuses too.
+inline void limitPageLocking(CoreOptions& options, std::uint64_t seed) {
+  SimRandom random(~seed); // not the program's own numbers, which would make other programs of known seeds
+  options.cache.chunkBytes = std::size_t{128} << random.below(5);
+  if (random.oneIn(2)) {
+    options.arena.pinnedLimit = random.below(1 << 14);
+  }
+  options.sim.wantsRegistration = true;
+  if (random.oneIn(4)) {
+    options.sim.registrationLimit = random.below(1 << 14);
+  }
+}
+
+inline CoreOptions programOptions(SimRandom& random, std::uint64_t seed, Kind kind) {
+  CoreOptions options;
+  options.sim.seed = seed;
+  options.sim.devices = 1 + static_cast<int>(random.below(2));
+  options.sim.deviceBytes = std::size_t{1024} << random.below(6);
+  options.cache.ringBytes = std::size_t{512} << random.below(6);
+  options.cache.evictAtUnpin = random.oneIn(8);
+  options.cache.poison = random.oneIn(4);
+  options.cache.copyDelay = std::chrono::microseconds(random.oneIn(64) ? 1 : 0);
+  options.arena.sharedRegionBytes = std::size_t{4096} << random.below(3);
+  options.arena.ownRegionBytes = random.oneIn(4) ? 1024 : 1 << 14;
+  options.arena.poison = random.oneIn(4);
+  if (isOrdered(kind)) { // too little for all Blocks, and enough to look ahead
+    options.sim.deviceBytes = 1 << 16;
+    options.cache.ringBytes = std::size_t{2048} << (seed % 3);
+    options.cache.evictAtUnpin = false;
+    options.cache.batchLeast = 128;
+    options.cache.batchMost = 3 * kMostBytes / 4;
+    options.cache.batchBytes = std::size_t{512} << (seed % 2);
+  }
+  if (kind == Kind::Batches) options.cache.ringBytes = 4096;
+  if (kind != Kind::Batches || seed % 4 == 0) limitPageLocking(options, seed);
+  giveBudget(options, seed);
+  return options;
+}
+
+} // namespace offload::core_test
