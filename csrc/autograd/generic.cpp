@@ -42,7 +42,7 @@ struct Written {
   ArgumentTraits argument;
 };
 
-void copyBack(const Written& written) {
+void copyBack(const Written& written, c10::Device computed) {
   // A kernel that bumps versions by itself (list operations) has bumped the copy's. Where the copy's tensor carries a version that
   // the dispatcher has given it, above autograd, so has the write that follows here.
   const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutogradFunctionality);
@@ -54,7 +54,9 @@ void copyBack(const Written& written) {
   if (written.argument.hidden) below.emplace();
   if (written.argument.out && written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
   const bool replaced = !recordsGraph() && replaceValue(written.source, written.work);
-  if (!replaced) const_cast<at::Tensor&>(written.source).copy_(written.work);
+  if (!replaced && !rewrite(written.source, written.work, computed)) {
+    const_cast<at::Tensor&>(written.source).copy_(written.work);
+  }
   if (bumped && (replaced || !aboveAutograd || written.argument.hidden)) source->bump_version();
 }
 
@@ -78,7 +80,7 @@ void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Pl
   useArgumentsOf(placement.compute.type(), traits, stack);
   op.callBoxed(&stack);
   watch.finish(resultTensors(traits.results, stack));
-  for (const auto& written : writes) copyBack(written);
+  for (const auto& written : writes) copyBack(written, placement.compute);
   replaceResults(traits.results, stack, [&](const at::Tensor& result) {
     for (const auto& written : writes) {
       if (result.is_same(written.work)) return written.source;

@@ -22,3 +22,29 @@ def test_split_at_positions_on_offload(device):
     assert_same(parts, torch.tensor_split(at(CPU, 6, 2), (1, 4)))
     x.zero_()
     assert_same(parts[1], torch.zeros(3, 2))
+
+
+def test_gradient_through_a_write_keeps_the_sign_of_zero():
+    def gradient(home):
+        x = torch.ones(4, device=home).requires_grad_()
+        y = x.clone()
+        y.mul_(torch.tensor([-0.0, 0.0, -1.0, 1.0], device=COMPUTE))
+        y.backward(torch.ones(4, device=home))
+        return x.grad
+
+    assert_same(gradient(OFFLOAD), gradient(COMPUTE))
+
+
+def test_written_beside_the_plain_device_is_in_the_graph_once():
+    x = at(OFFLOAD, 4).requires_grad_()
+    y = x.clone()
+    first, version = y[:2], y._version
+    first.mul_(at(COMPUTE, 2, seed=1))
+    assert y._version == version + 1
+    (y * y).sum().backward()
+    factor = at(CPU, 2, seed=1)
+    expected = torch.cat([2 * (x.detach().cpu()[:2] * factor) * factor, 2 * x.detach().cpu()[2:]])
+    assert_same(x.grad, expected)
+    leaf = at(OFFLOAD, 4).requires_grad_()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        leaf.mul_(at(COMPUTE, 4))
