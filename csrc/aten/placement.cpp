@@ -21,6 +21,7 @@ void Operands::add(const at::Tensor& tensor, bool written) {
   const bool plain = !tensor.key_set().has_any(kWrapperKeys);
   wrapped = wrapped || !plain;
   const bool dims = tensor.dim() > 0;
+  foreign = foreign || device.type() != kOffload;
   switch (device.type()) {
     case kOffload: {
       if (!offload) index = device.index();

@@ -28,6 +28,7 @@ struct Operands {
   std::optional<c10::Device> cudaScalar; // of a 0-dim CUDA tensor
   bool hostGenerator = false; // a generator that draws on the host
   bool cpu = false; // a CPU tensor with dims
+  bool foreign = false; // any tensor that isn't on offload
   bool offloadDims = false; // an offload tensor with dims
   c10::DeviceIndex index = 0; // of the first offload tensor
 

@@ -108,6 +108,17 @@ void runFetched(const c10::OperatorHandle& op, const OpTraits& traits, Placement
   callFetched(op, traits, placement, stack);
 }
 
+void runBelowAutograd(const c10::OperatorHandle& op, const OpTraits& traits, const Operands& operands, Stack& stack) {
+  const Placement placement = place(operands, traits.effect);
+  if (traits.effect == Effect::InPlace && !isCached(placement.compute)) {
+    runOnHost(op, traits, stack, [&placement](const at::Tensor& result) {
+      return placement.toOffload ? stash(result, placement.home, placement.compute) : result;
+    });
+  } else {
+    runFetched(op, traits, placement, stack);
+  }
+}
+
 Placement placeAboveAutograd(const Operands& operands, Effect effect) {
   if (effect == Effect::Movement && operands.requiresGrad && recordsGraph()) effect = Effect::NewValue;
   return place(operands, effect);
@@ -132,11 +143,14 @@ class AutogradKernel final : public c10::OperatorKernel {
     // A cast is made where the operand was born; what changes devices is a copy.
     if (traits_->convertsDevice && (!operands.deviceBorn || traits_->leavesDevice(*stack))) return callBelow(op, keys, stack);
     // Its parts are intercepted.
-    if (!below_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) return callBelow(op, keys, stack);
+    const bool late = !below_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+    if ((traits_->decomposes || late) && !operands.foreign) return callBelow(op, keys, stack);
     const Placement placement = placeAboveAutograd(operands, traits_->effect);
     // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.
     if (traits_->effect == Effect::InPlace && (placement.toOffload || !(isCached(placement.compute) || recordsGraph()))) {
-      return callBelow(op, keys, stack);
+      // A composite one has none.
+      if (!traits_->composite || (recordsGraph() && operands.requiresGrad)) return callBelow(op, keys, stack);
+      return runBelowAutograd(op, *traits_, operands, *stack);
     }
     runFetched(op, *traits_, placement, *stack);
   }
@@ -170,24 +184,15 @@ class AutocastKernel final : public c10::OperatorKernel {
   const c10::SafeKernelFunction below_;
 };
 
-void runBelowAutograd(const c10::OperatorHandle& op, const OpTraits& traits, Stack* stack) {
-  const Operands operands = traits.operands(*stack);
-  const Placement placement = place(operands, traits.effect);
-  if (traits.effect == Effect::InPlace && !isCached(placement.compute)) {
-    runOnHost(op, traits, *stack, [&placement](const at::Tensor& result) {
-      return placement.toOffload ? stash(result, placement.home, placement.compute) : result;
-    });
-  } else {
-    runFetched(op, traits, placement, *stack);
-  }
-}
-
 class BackendKernel final : public c10::OperatorKernel {
  public:
   explicit BackendKernel(std::shared_ptr<const OpTraits> traits) : traits_(std::move(traits)) {}
 
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
-    runBelowAutograd(op, *traits_, stack);
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const Operands operands = traits_->operands(*stack);
+    // In inference mode a composite operation comes here first.
+    if (traits_->decomposes && !operands.foreign) return kernelBelow(op).callBoxed(op, keys, stack);
+    runBelowAutograd(op, *traits_, operands, *stack);
   }
 
  private:
@@ -197,7 +202,8 @@ class BackendKernel final : public c10::OperatorKernel {
 // For operations that were defined later and are called before the watch has caught up.
 void backendFallback(const c10::OperatorHandle& op, Stack* stack) {
   watch().catchUp();
-  runBelowAutograd(op, OpTraits(op), stack);
+  const OpTraits traits(op);
+  runBelowAutograd(op, traits, traits.operands(*stack), *stack);
 }
 
 template <class Kernel, class... Arguments>
