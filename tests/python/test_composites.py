@@ -104,6 +104,16 @@ def test_split_at_positions_on_offload(device):
     assert_same(parts[1], torch.zeros(3, 2))
 
 
+def test_write_to_a_plain_zero_dim_tensor():
+    # It decides where: there is nothing else to write to.
+    target = torch.tensor(1.0, device=COMPUTE).requires_grad_()
+    source = torch.tensor([3.0], device=OFFLOAD).requires_grad_()
+    index = torch.tensor([0], device=COMPUTE)
+    (target * 1).put_(index, source, accumulate=True).mul(2).backward()
+    assert_same([target.grad, source.grad], [torch.tensor(2.0), torch.tensor([2.0])])
+    assert (target.grad.device, source.grad.device.type) == (COMPUTE, "offload")
+
+
 def test_gradient_through_a_write_keeps_the_sign_of_zero():
     def gradient(home):
         x = torch.ones(4, device=home).requires_grad_()
