@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from helpers import COMPUTE, CPU, OFFLOAD, assert_same, at
 
-
 # They compare devices before they call anything.
 MIXED = {
     "quantile": lambda x, y: torch.quantile(x, y[0].sigmoid(), dim=1),
