@@ -1,7 +1,7 @@
 """A process that looks at entries of the op database, one after the other; it may crash or hang and is then replaced.
 
-Takes a line of JSON for each entry: {"name", "samples", "skip": [[mode, what], ...]}. Answers with lines {"at": [mode, what]} while
-it works and {"done": {...}} at the end.
+Takes a line of JSON for each entry: {"name", "samples", "skip": [[mode, what], ...]}. Answers with lines {"at": [mode, what]}
+while it works and {"done": {...}} at the end.
 """
 
 import json
