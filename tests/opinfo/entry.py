@@ -262,7 +262,7 @@ class Entry:
     def sample_inputs(self, dtype: torch.dtype, gradient: bool) -> Iterator[Any]:
         torch.manual_seed(0)
         random.seed(0)
-        samples = self.op.sample_inputs(COMPUTE, dtype, requires_grad=gradient)
+        samples = self.op.sample_inputs(str(COMPUTE), dtype, requires_grad=gradient)
         if self.samples is None:
             return iter(samples)
         first = list(itertools.islice(samples, 4 * self.samples))

@@ -1,4 +1,4 @@
-"""A process that looks at entries of the op database, one after the other; it may crash or hang and is then replaced.
+"""A process that looks at entries of PyTorch's databases, one after the other; it may crash or hang and is then replaced.
 
 Takes a line of JSON for each entry: {"name", "samples", "skip": [[mode, what], ...]}. Answers with lines {"at": [mode, what]}
 while it works and {"done": {...}} at the end.
@@ -8,11 +8,13 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from entry import Entry
 from helpers import GPU
+from module_entry import ModuleEntry
 
 
 def name_of(op: Any) -> str:
@@ -29,8 +31,10 @@ def main() -> None:
         torch.backends.cudnn.deterministic = True
         torch.use_deterministic_algorithms(True, warn_only=True)
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
 
-    entries = {name_of(op): op for op in op_db}
+    entries = {name_of(op): partial(Entry, op) for op in op_db}
+    entries |= {f"module {info.name}": partial(ModuleEntry, info) for info in module_db}
 
     def say(**message: Any) -> None:
         answers.write(json.dumps(message) + "\n")
@@ -50,13 +54,15 @@ def main() -> None:
                 say(at=last)
             return True
 
-        entry = Entry(entries[asked["name"]], asked["samples"], enter)
+        entry = entries[asked["name"]](asked["samples"], enter)
         start = time.perf_counter()
         error = None
         try:
             entry.look()
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
+        if GPU:
+            torch.cuda.synchronize()  # ends a process whose context is broken
         say(
             done={
                 "samples": {f"{mode} {what}": count for (mode, what), count in entry.counts.items()},
