@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from helpers import COMPUTE, CPU, GPU, OFFLOAD, bits
 from operands import Call, mixtures, result_device, same_storage, tensors_in
+from torch.utils import _pytree as pytree
 
 MODES = ("mixed", "offload")
 WHATS = ("forward", "backward", "inplace", "out", "view", "noncontiguous")
@@ -138,18 +139,17 @@ class Entry:
 
     def inplace(self, call: Call, sample: Any) -> dict:
         input, args, kwargs = call.arguments()
-        if not isinstance(input, torch.Tensor):
-            raise NoAnswerError
-        target = input.clone(memory_format=torch.preserve_format)
-        version = target._version
+        target = pytree.tree_map_only(torch.Tensor, torch.clone, input)
+        targets = tensors_in(target)
+        versions = [t._version for t in targets]
         result = self.op.inplace_variant(target, *args, **kwargs)
         observed = {
             "result": result,
             "target": target,
             "itself": result is target,
-            "writes": [target._version - version],
+            "writes": [t._version - version for t, version in zip(targets, versions, strict=True)],
         }
-        if target.requires_grad:
+        if any(t.requires_grad for t in targets):
             observed["gradient"] = gradients(sample.output_process_fn_grad(target), call)
         return observed
 
@@ -289,7 +289,7 @@ class Entry:
                     self.check("backward", call, sample, True)
                 if self.op.inplace_variant is not None and not sample.broadcasts_input:
                     self.check("inplace", call, sample, differentiable and self.op.supports_inplace_autograd)
-                if self.op.supports_out:
+                if self.op.supports_out and not isinstance(sample.input, list):
                     self.check_out(call, sample)
                 try:
                     spread = sample.noncontiguous()

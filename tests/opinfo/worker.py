@@ -4,6 +4,7 @@ Takes a line of JSON for each entry: {"name", "samples", "skip": [[mode, what], 
 while it works and {"done": {...}} at the end.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -30,10 +31,13 @@ def main() -> None:
         # Before the import, which locks them.
         torch.backends.cudnn.deterministic = True
         torch.use_deterministic_algorithms(True, warn_only=True)
-    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal import common_methods_invocations as databases
     from torch.testing._internal.common_modules import module_db
 
-    entries = {name_of(op): partial(Entry, op) for op in op_db}
+    foreach = [
+        getattr(databases, f"foreach_{kind}_op_db") for kind in ("unary", "binary", "pointwise", "reduce", "other")
+    ]
+    entries = {name_of(op): partial(Entry, op) for op in itertools.chain(databases.op_db, *foreach)}
     entries |= {f"module {info.name}": partial(ModuleEntry, info) for info in module_db}
 
     def say(**message: Any) -> None:
