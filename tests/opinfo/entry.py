@@ -289,7 +289,7 @@ class Entry:
                     self.check("backward", call, sample, True)
                 if self.op.inplace_variant is not None and not sample.broadcasts_input:
                     self.check("inplace", call, sample, differentiable and self.op.supports_inplace_autograd)
-                if self.op.supports_out and not isinstance(sample.input, list):
+                if self.op.supports_out and not self.op.name.startswith("_foreach"):
                     self.check_out(call, sample)
                 try:
                     spread = sample.noncontiguous()
