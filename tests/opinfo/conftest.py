@@ -9,7 +9,7 @@ import torch
 from helpers import GPU
 from pool import Pool, link
 
-FAST_SAMPLES = 4
+FAST_SAMPLES = 2
 FAST_LIMIT = 60.0  # seconds for an entry
 WHOLE_LIMIT = 300.0
 

@@ -1,7 +1,9 @@
 """The harness itself: it sees what is wrong, outlives what hangs, and holds the list of known differences to be true."""
 
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import known
@@ -168,3 +170,16 @@ def test_known_differences_are_strict(tmp_path):
     file.write_text(file.read_text().replace("out", "uot"))
     with pytest.raises(ValueError, match="unknown"):
         known.load(file)
+
+
+def test_the_published_list_is_the_one_that_is_kept():
+    root = Path(__file__).parent.parent.parent
+    tool = runpy.run_path(str(root / "tools/operators_table.py"))
+    assert (root / "docs/operators.md").read_text().endswith(tool["exceptions"]()), "run tools/operators_table.py again"
+    record = {"a": answer(mixed_forward="x"), "b": answer()}
+    for entry in record.values():
+        entry["samples"] = {"mixed forward": 1, "offload out": 1}
+    assert tool["runs"](record, "mixed") == (2, 1)
+    assert tool["runs"](record, "offload", "out") == (2, 2)
+    assert tool["share"](1000, 999) == "999 of 1,000 (99.9 %)"
+    assert tool["share"](10000, 9999).endswith("(99.9 %)")
