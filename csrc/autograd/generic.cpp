@@ -142,9 +142,10 @@ class AutogradKernel final : public c10::OperatorKernel {
     if (!operands.offload || (operands.wrapped && !tracing())) return callBelow(op, keys, stack);
     // A cast is made where the operand was born; what changes devices is a copy.
     if (traits_->convertsDevice && (!operands.deviceBorn || traits_->leavesDevice(*stack))) return callBelow(op, keys, stack);
-    // Its parts are intercepted.
+    // Its parts are intercepted. A write is made whole where its target was born, not in parts here and there.
     const bool late = !below_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
-    if ((traits_->decomposes || late) && !operands.foreign) return callBelow(op, keys, stack);
+    const bool whole = operands.foreign || (traits_->effect == Effect::InPlace && !late);
+    if ((traits_->decomposes || late) && !whole) return callBelow(op, keys, stack);
     const Placement placement = placeAboveAutograd(operands, traits_->effect);
     // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.
     if (traits_->effect == Effect::InPlace && (placement.toOffload || !(isCached(placement.compute) || recordsGraph()))) {
@@ -191,7 +192,8 @@ class BackendKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Operands operands = traits_->operands(*stack);
     // In inference mode a composite operation comes here first.
-    if (traits_->decomposes && !operands.foreign) return kernelBelow(op).callBoxed(op, keys, stack);
+    const bool whole = operands.foreign || traits_->effect == Effect::InPlace;
+    if (traits_->decomposes && !whole) return kernelBelow(op).callBoxed(op, keys, stack);
     runBelowAutograd(op, *traits_, operands, *stack);
   }
 

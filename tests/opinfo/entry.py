@@ -209,7 +209,8 @@ class Entry:
                 try:
                     actual = self.run(what, there, sample)
                     alternatives = [expected]
-                    if random_values and mode == "offload" and GPU:
+                    # Drawn on the host, or written where the target was born.
+                    if GPU and mode == "offload" and (random_values or what in ("inplace", "out")):
                         alternatives.append(self.run(what, call.to((), gradient, plain=CPU), sample))
                     if not any(matches(actual, truth, stable) for truth in alternatives):
                         compare(actual, expected, stable, "")
