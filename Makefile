@@ -10,7 +10,7 @@ cxx_files = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
 # Keeps the source tree, which holds no built module, from hiding the installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help bootstrap build demo test core-test sanitize fuzz gpu-check format lint clean
+.PHONY: help bootstrap build demo test opinfo core-test sanitize fuzz gpu-check format lint clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -29,6 +29,9 @@ demo: build ## Train a small network on the offload device
 
 test: core-test build ## Run all tests, C++ and Python
 	$(venv)/bin/pytest
+
+opinfo: build ## Compare all samples of PyTorch's op database with the plain device; record what was found
+	$(venv)/bin/pytest tests/opinfo --whole --record build/opinfo/torch-$(TORCH).json
 
 core-test: ## Build and test core alone: no torch, no Python
 	@tools/bootstrap system

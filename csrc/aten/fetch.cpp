@@ -140,7 +140,8 @@ at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device co
   Context& context = Context::get();
   const auto& storage = value.storage();
   const bool onDevice = isCached(computed);
-  if (!coversItsStorage(value) || isFetched(value) || (context.hasCache() && !onDevice))
+  // Zeros that autograd made for nobody to look at have no memory.
+  if (value._is_zerotensor() || !coversItsStorage(value) || isFetched(value) || (context.hasCache() && !onDevice))
     return stashCopy(value, home, computed, purpose);
   home = withIndex(home);
   c10::DataPtr data;

@@ -82,7 +82,7 @@ const std::unordered_set<std::string_view> kForwardWrites{
     "aten::embedding_renorm_",
 };
 
-// Composite operations that look at devices, or pick an algorithm by them, before they call anything that is intercepted.
+// Composite operations that pick an algorithm by the device: taken whole for offload operands alone too.
 const std::unordered_set<std::string_view> kDeviceMinded{
     "aten::linear",
     "aten::matmul",
@@ -91,14 +91,10 @@ const std::unordered_set<std::string_view> kDeviceMinded{
     "aten::layer_norm",
     "aten::group_norm",
     "aten::rms_norm",
-    "aten::meshgrid",
-    "aten::tensor_split",
     "aten::inner",
     "aten::stft",
     "aten::istft",
     "aten::linalg_multi_dot",
-    "aten::take_along_dim",
-    "aten::gradient",
     "aten::lstm",
     "aten::gru",
     "aten::rnn_tanh",
@@ -195,6 +191,20 @@ const std::unordered_set<std::string_view> kNeverIntercepted{
     "aten::_reshape_copy",
     "aten::_has_same_storage_numel",
     "aten::_new_zeros_with_same_feature_meta",
+    // Their sizes are a CPU tensor, which is no operand.
+    "aten::_pad_packed_sequence",
+    "aten::_pack_padded_sequence_backward",
+    // Views, though their schemas don't say so.
+    "aten::unsafe_chunk",
+    "aten::unsafe_split",
+    "aten::unsafe_split_with_sizes",
+    "aten::broadcast_tensors",
+    "aten::atleast_1d",
+    "aten::atleast_2d",
+    "aten::atleast_3d",
+    "aten::align_as",
+    "aten::align_tensors",
+    "aten::unflatten_dense_tensors",
 };
 
 bool endsWith(std::string_view text, std::string_view end) {
@@ -209,6 +219,17 @@ bool isView(const c10::FunctionSchema& schema) {
   return std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& result) {
     return result.alias_info() != nullptr && !result.alias_info()->isWrite();
   });
+}
+
+bool isComposite(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+}
+
+// Of a composite operation: whether its parts, which are intercepted too, would give other bits than the device does. The device
+// may have a kernel for the whole (`silu_backward`).
+bool isTakenWhole(const c10::OperatorHandle& op) {
+  return kDeviceMinded.contains(op.schema().name()) || op.hasKernelForDispatchKey(DispatchKey::AutocastCUDA) ||
+      op.hasKernelForDispatchKey(DispatchKey::CPU) || op.hasKernelForDispatchKey(DispatchKey::CUDA);
 }
 
 } // namespace
@@ -234,6 +255,8 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
     effect = Effect::Movement;
   }
   convertsDevice = schema.name() == "aten::_to_copy";
+  composite = isComposite(op);
+  decomposes = composite && !isTakenWhole(op);
 }
 
 bool OpTraits::writesHidden(const torch::jit::Stack& stack) const {
@@ -282,15 +305,17 @@ bool isInterceptable(const c10::OperatorHandle& op) {
   if (op.hasKernelForDispatchKey(DispatchKey::BackendSelect) && name != "aten::_to_copy") return false;
   // These change sizes and strides of their operand, and none of its bytes.
   if (op.hasTag(at::Tag::inplace_view)) return false;
-  const bool takesTensors = std::any_of(
-      schema.arguments().begin(), schema.arguments().end(),
-      [](const c10::Argument& argument) { return holdsTensors(kindOf(argument)); });
-  if (!takesTensors) return false;
+  int tensors = 0;
+  for (const auto& argument : schema.arguments()) {
+    const auto kind = kindOf(argument);
+    if (holdsTensors(kind)) tensors += kind == ArgumentKind::Tensor ? 1 : 2;
+  }
+  if (tensors == 0) return false;
   if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || op.hasKernelForDispatchKey(DispatchKey::AutogradPrivateUse1)) {
     return false;
   }
-  if (!op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) return true;
-  return kDeviceMinded.contains(name) || op.hasKernelForDispatchKey(DispatchKey::AutocastCUDA);
+  // Many composite operations want all tensors on one device before they call anything.
+  return !isComposite(op) || tensors > 1 || isTakenWhole(op);
 }
 
 void replaceTensors(

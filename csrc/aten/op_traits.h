@@ -26,6 +26,8 @@ struct OpTraits {
   std::vector<ArgumentTraits> arguments;
   std::size_t results = 0;
   Effect effect = Effect::NewValue;
+  bool composite = false; // made of operations that are intercepted too
+  bool decomposes = false; // of offload operands alone its parts give what the device gives
   bool convertsDevice = false; // its Device argument says where the result lives
   int trainingArgument = -1; // a bool that says whether hidden writes happen
 

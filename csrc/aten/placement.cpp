@@ -21,11 +21,13 @@ void Operands::add(const at::Tensor& tensor, bool written) {
   const bool plain = !tensor.key_set().has_any(kWrapperKeys);
   wrapped = wrapped || !plain;
   const bool dims = tensor.dim() > 0;
+  foreign = foreign || device.type() != kOffload;
   switch (device.type()) {
     case kOffload: {
       if (!offload) index = device.index();
       offload = true;
       offloadDims = offloadDims || dims;
+      offloadTarget = offloadTarget || written;
       if (!plain || tensor.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) || !tensor.has_storage() ||
           tensor.storage().nbytes() == 0)
         return;
@@ -36,9 +38,11 @@ void Operands::add(const at::Tensor& tensor, bool written) {
     }
     case c10::DeviceType::CUDA:
       (dims ? cuda : cudaScalar) = device;
+      if (written) plainTarget = device;
       return;
     case c10::DeviceType::CPU:
       cpu = cpu || dims;
+      if (written) plainTarget = device;
       return;
     default:
       return;
@@ -48,7 +52,9 @@ void Operands::add(const at::Tensor& tensor, bool written) {
 Placement place(const Operands& operands, Effect effect) {
   const c10::Device home(kOffload, operands.index);
   if (operands.cuda) return {*operands.cuda, false, home};
-  if (operands.cpu) {
+  const bool plainTarget = operands.plainTarget && !operands.offloadTarget;
+  if (plainTarget && operands.plainTarget->is_cuda()) return {*operands.plainTarget, false, home};
+  if (operands.cpu || plainTarget) {
     const Context& context = Context::get();
     // On the simulated link CPU tensors play CUDA's part.
     return {context.backend() == Backend::Sim ? pairedDevice(0) : c10::Device(c10::kCPU), false, home};

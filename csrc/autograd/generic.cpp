@@ -42,7 +42,7 @@ struct Written {
   ArgumentTraits argument;
 };
 
-void copyBack(const Written& written) {
+void copyBack(const Written& written, c10::Device computed) {
   // A kernel that bumps versions by itself (list operations) has bumped the copy's. Where the copy's tensor carries a version that
   // the dispatcher has given it, above autograd, so has the write that follows here.
   const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutogradFunctionality);
@@ -54,7 +54,9 @@ void copyBack(const Written& written) {
   if (written.argument.hidden) below.emplace();
   if (written.argument.out && written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
   const bool replaced = !recordsGraph() && replaceValue(written.source, written.work);
-  if (!replaced) const_cast<at::Tensor&>(written.source).copy_(written.work);
+  if (!replaced && !rewrite(written.source, written.work, computed)) {
+    const_cast<at::Tensor&>(written.source).copy_(written.work);
+  }
   if (bumped && (replaced || !aboveAutograd || written.argument.hidden)) source->bump_version();
 }
 
@@ -78,7 +80,7 @@ void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Pl
   useArgumentsOf(placement.compute.type(), traits, stack);
   op.callBoxed(&stack);
   watch.finish(resultTensors(traits.results, stack));
-  for (const auto& written : writes) copyBack(written);
+  for (const auto& written : writes) copyBack(written, placement.compute);
   replaceResults(traits.results, stack, [&](const at::Tensor& result) {
     for (const auto& written : writes) {
       if (result.is_same(written.work)) return written.source;
@@ -106,6 +108,17 @@ void runFetched(const c10::OperatorHandle& op, const OpTraits& traits, Placement
   callFetched(op, traits, placement, stack);
 }
 
+void runBelowAutograd(const c10::OperatorHandle& op, const OpTraits& traits, const Operands& operands, Stack& stack) {
+  const Placement placement = place(operands, traits.effect);
+  if (traits.effect == Effect::InPlace && !isCached(placement.compute)) {
+    runOnHost(op, traits, stack, [&placement](const at::Tensor& result) {
+      return placement.toOffload ? stash(result, placement.home, placement.compute) : result;
+    });
+  } else {
+    runFetched(op, traits, placement, stack);
+  }
+}
+
 Placement placeAboveAutograd(const Operands& operands, Effect effect) {
   if (effect == Effect::Movement && operands.requiresGrad && recordsGraph()) effect = Effect::NewValue;
   return place(operands, effect);
@@ -129,12 +142,16 @@ class AutogradKernel final : public c10::OperatorKernel {
     if (!operands.offload || (operands.wrapped && !tracing())) return callBelow(op, keys, stack);
     // A cast is made where the operand was born; what changes devices is a copy.
     if (traits_->convertsDevice && (!operands.deviceBorn || traits_->leavesDevice(*stack))) return callBelow(op, keys, stack);
-    // Its parts are intercepted.
-    if (!below_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) return callBelow(op, keys, stack);
+    // Its parts are intercepted. A write is made whole where its target was born, not in parts here and there.
+    const bool late = !below_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+    const bool whole = operands.foreign || (traits_->effect == Effect::InPlace && !late);
+    if ((traits_->decomposes || late) && !whole) return callBelow(op, keys, stack);
     const Placement placement = placeAboveAutograd(operands, traits_->effect);
     // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.
     if (traits_->effect == Effect::InPlace && (placement.toOffload || !(isCached(placement.compute) || recordsGraph()))) {
-      return callBelow(op, keys, stack);
+      // A composite one has none.
+      if (!traits_->composite || (recordsGraph() && operands.requiresGrad)) return callBelow(op, keys, stack);
+      return runBelowAutograd(op, *traits_, operands, *stack);
     }
     runFetched(op, *traits_, placement, *stack);
   }
@@ -168,24 +185,16 @@ class AutocastKernel final : public c10::OperatorKernel {
   const c10::SafeKernelFunction below_;
 };
 
-void runBelowAutograd(const c10::OperatorHandle& op, const OpTraits& traits, Stack* stack) {
-  const Operands operands = traits.operands(*stack);
-  const Placement placement = place(operands, traits.effect);
-  if (traits.effect == Effect::InPlace && !isCached(placement.compute)) {
-    runOnHost(op, traits, *stack, [&placement](const at::Tensor& result) {
-      return placement.toOffload ? stash(result, placement.home, placement.compute) : result;
-    });
-  } else {
-    runFetched(op, traits, placement, *stack);
-  }
-}
-
 class BackendKernel final : public c10::OperatorKernel {
  public:
   explicit BackendKernel(std::shared_ptr<const OpTraits> traits) : traits_(std::move(traits)) {}
 
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
-    runBelowAutograd(op, *traits_, stack);
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const Operands operands = traits_->operands(*stack);
+    // In inference mode a composite operation comes here first.
+    const bool whole = operands.foreign || traits_->effect == Effect::InPlace;
+    if (traits_->decomposes && !whole) return kernelBelow(op).callBoxed(op, keys, stack);
+    runBelowAutograd(op, *traits_, operands, *stack);
   }
 
  private:
@@ -195,7 +204,8 @@ class BackendKernel final : public c10::OperatorKernel {
 // For operations that were defined later and are called before the watch has caught up.
 void backendFallback(const c10::OperatorHandle& op, Stack* stack) {
   watch().catchUp();
-  runBelowAutograd(op, OpTraits(op), stack);
+  const OpTraits traits(op);
+  runBelowAutograd(op, traits, traits.operands(*stack), *stack);
 }
 
 template <class Kernel, class... Arguments>

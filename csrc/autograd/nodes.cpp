@@ -6,6 +6,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -162,6 +163,22 @@ at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device compute
   }
   if (recordsGraph() && result.requires_grad()) recordStash(result, stashed, computed);
   return stashed;
+}
+
+bool rewrite(const at::Tensor& offload, const at::Tensor& work, c10::Device computed) {
+  // The rest of a view's base has history too, and tangents and wrappers are copy_'s own business.
+  const bool plain = !offload.is_view() && !tracing() && !offload.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
+  if (!plain || !recordsGraph() || !work.requires_grad() || work._fw_grad(0).defined()) return false;
+  torch::autograd::check_inplace(offload, true);
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const_cast<at::Tensor&>(offload).copy_(work);
+  }
+  torch::autograd::increment_version(offload);
+  auto node = nodeFor<StashBackward>(work);
+  node->target = computed;
+  torch::autograd::rebase_history(offload, std::move(node));
+  return true;
 }
 
 bool recordsGraph() {

@@ -12,6 +12,10 @@ at::Tensor fetch(const at::Tensor& offload, c10::Device target);
 /// target of fetchTo() that it was made on: its gradient goes back there.
 at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device computed);
 
+/// Gives an offload tensor the value of `work`, which an operation has computed from it on `computed`, and its history; where it
+/// can. copy_ would add to the gradient the zeros of what was written over, and they change the sign of a zero.
+bool rewrite(const at::Tensor& offload, const at::Tensor& work, c10::Device computed);
+
 /// Whether operations called now record a graph: grad mode is on and autograd's kernels have not run already.
 bool recordsGraph();
 

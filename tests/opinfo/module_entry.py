@@ -1,0 +1,104 @@
+"""One module of PyTorch's module database against the plain device, in the modes and with the comparisons of entry.py.
+
+``mixed``: the module on offload and its inputs on the plain device, and the other way round. ``forward`` compares parameters
+and buffers after the call, too. Training and evaluation both.
+"""
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from entry import NoAnswerError, compare, cotangents, fill_new_memory, first_line, matches
+from helpers import COMPUTE, OFFLOAD
+from operands import carry, tensors_in
+from torch.utils import _pytree as pytree
+
+# Where the module is, and where its inputs are.
+PLACES = {
+    "mixed": ((OFFLOAD, COMPUTE), (COMPUTE, OFFLOAD)),
+    "offload": ((OFFLOAD, OFFLOAD),),
+}
+
+
+class ModuleEntry:
+    """A ModuleInfo, on the plain device and on offload; used as entry.Entry is."""
+
+    def __init__(self, info: Any, samples: int | None, enter: Callable[[str, str], bool]) -> None:
+        self.info = info
+        self.samples = samples
+        self.enter = enter
+        self.counts: dict[tuple[str, str], int] = {}
+        self.failures: dict[tuple[str, str], str] = {}
+        self.plain_errors: list[str] = []
+
+    def inputs(self, training: bool) -> Iterator[tuple[torch.nn.Module, Any]]:
+        torch.manual_seed(0)
+        random.seed(0)
+        dtype = torch.float32
+        made = self.info.module_inputs_func(
+            self.info, device=str(COMPUTE), dtype=dtype, requires_grad=True, training=training
+        )
+        for sample in list(made)[: self.samples]:
+            construct, forward = sample.constructor_input, sample.forward_input
+            torch.manual_seed(0)
+            module = self.info.module_cls(*construct.args, **construct.kwargs).to(COMPUTE, dtype).train(training)
+            yield module, (forward.args, forward.kwargs)
+
+    def run(
+        self, what: str, module: torch.nn.Module, home: torch.device, inputs: Any, there: torch.device, seed: int
+    ) -> dict:
+        module = copy.deepcopy(module).to(home)
+        backward = what == "backward"
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: carry(x, there, backward), inputs)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if not backward:
+            with torch.no_grad():
+                return {"result": module(*args, **kwargs), "state": module.state_dict()}
+        result = module(*args, **kwargs)
+        leaves = [t for t in (*module.parameters(), *tensors_in((args, kwargs))) if t.requires_grad]
+        results = [t for t in tensors_in(result) if t.requires_grad]
+        if not leaves or not results:
+            raise NoAnswerError
+        gradients = torch.autograd.grad(results, leaves, cotangents(results), allow_unused=True)
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None and gradient.device.type != leaf.device.type:
+                raise ValueError(f"gradient on {gradient.device} of an operand on {leaf.device}")
+        return {"result": result, "gradient": list(gradients)}
+
+    def check(self, what: str, module: torch.nn.Module, inputs: Any) -> None:
+        holds = any(True for _ in (*module.parameters(), *module.buffers()))
+        todo = [mode for mode in PLACES if (mode, what) not in self.failures and (holds or mode == "offload")]
+        answers = []
+        try:
+            for fill in (0x55, 0xAA):
+                fill_new_memory(fill)
+                answers.append(self.run(what, module, COMPUTE, inputs, COMPUTE, 0))
+        except NoAnswerError:
+            return
+        except Exception as error:
+            self.plain_errors.append(f"{what}: {type(error).__name__}: {error}"[:200])
+            return
+        expected, again = answers
+        for mode in todo:
+            if not self.enter(mode, what):
+                continue
+            self.counts[mode, what] = self.counts.get((mode, what), 0) + 1
+            for home, there in PLACES[mode]:
+                try:
+                    compare(self.run(what, module, home, inputs, there, 0), expected, matches(again, expected), "")
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {first_line(error)}"
+                    self.failures[mode, what] = f"{reason} [module on {home.type}, inputs on {there.type}]"
+                    break
+
+    def look(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for training in (True, False) if self.info.train_and_eval_differ else (True,):
+                for module, inputs in self.inputs(training):
+                    self.check("forward", module, inputs)
+                    self.check("backward", module, inputs)

@@ -1,0 +1,185 @@
+"""The harness itself: it sees what is wrong, outlives what hangs, and holds the list of known differences to be true."""
+
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import known
+import pytest
+import torch
+from entry import Entry
+from pool import Pool
+
+
+@dataclass
+class Sample:
+    input: torch.Tensor
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+    broadcasts_input: bool = False
+
+    def output_process_fn_grad(self, output: Any) -> Any:
+        return output
+
+    def noncontiguous(self) -> "Sample":
+        def spread(x: torch.Tensor) -> torch.Tensor:
+            return x.detach().repeat_interleave(2, dim=-1)[..., ::2].requires_grad_(x.requires_grad)
+
+        return Sample(spread(self.input), tuple(spread(x) for x in self.args))
+
+
+class Product:
+    """An entry whose operation is x * y on the plain device, and something else where an operand is on offload."""
+
+    name = "product"
+    supports_autograd = supports_inplace_autograd = supports_out = True
+
+    inplace_variant = None
+    op = torch.mul
+
+    def __init__(self, wrong: Callable[..., torch.Tensor]) -> None:
+        self.wrong = wrong
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if "offload" in (x.device.type, y.device.type):
+            return self.wrong(x, y, out)
+        return torch.mul(x, y, out=out)
+
+    def supported_dtypes(self, device: str) -> set[torch.dtype]:
+        return {torch.float32}
+
+    supported_backward_dtypes = supported_dtypes
+
+    def sample_inputs(self, device: torch.device, dtype: torch.dtype, requires_grad: bool) -> list[Sample]:
+        def values(*v: float) -> torch.Tensor:
+            return torch.tensor(v, device=device, dtype=dtype).requires_grad_(requires_grad)
+
+        return [Sample(values(1.0, 2.0, 0.0), (values(3.0, -1.0, 5.0),))]
+
+
+def look(wrong: Callable[..., torch.Tensor]) -> tuple[set[str], dict[tuple[str, str], str]]:
+    entry = Entry(Product(wrong), None, lambda mode, what: True)
+    entry.look()
+    assert not entry.plain_errors
+    return {what for _, what in entry.counts}, entry.failures
+
+
+class Shifted(torch.autograd.Function):
+    """A product with another gradient."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, g):
+        x, y = ctx.saved_tensors
+        return g * y + 1e-3, g * x
+
+
+WRONG = {
+    "values": lambda x, y, out: torch.mul(x + 1e-6, y, out=out),
+    "sign of zero": lambda x, y, out: (
+        torch.mul(x, y, out=out) if out is not None else x * y * torch.tensor([1.0, 1.0, -1.0])
+    ),
+    "dtype": lambda x, y, out: torch.mul(x, y, out=out) if out is not None else (x * y).double(),
+    "shape": lambda x, y, out: torch.mul(x, y, out=out) if out is not None else (x * y)[None],
+    "device": lambda x, y, out: torch.mul(x, y, out=out) if out is not None else (x * y).to("meta").to("cpu"),
+    "error": lambda x, y, out: x @ y[:2],
+    "an operand": lambda x, y, out: torch.mul(x, y.data.mul_(1.5).div(1.5), out=out),
+}
+
+
+def test_right_is_right():
+    looked, failures = look(lambda x, y, out: torch.mul(x, y, out=out))
+    assert failures == {}
+    assert looked == {"forward", "backward", "out", "noncontiguous"}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_results(name):
+    _, failures = look(WRONG[name])
+    assert {("mixed", "forward"), ("offload", "forward")} <= set(failures)
+
+
+def test_wrong_gradient():
+    _, failures = look(lambda x, y, out: Shifted.apply(x, y) if out is None else torch.mul(x, y, out=out))
+    assert {mode for mode, what in failures if what == "backward"} == {"mixed", "offload"}
+    assert all("gradient" in reason for reason in failures.values())
+    assert ("offload", "forward") not in failures
+
+
+def test_missing_gradient():
+    _, failures = look(lambda x, y, out: (x * y).detach() if out is None else torch.mul(x, y, out=out))
+    assert {what for _, what in failures} == {"backward", "noncontiguous"}
+
+
+def test_wrong_out():
+    _, failures = look(lambda x, y, out: x * y)
+    assert {what for _, what in failures} == {"out"}
+
+
+def test_a_worker_that_gives_no_answer_is_replaced():
+    pool = Pool(1, 1, 0.0)
+    try:
+        answer = pool.submit("linalg.svd").result()
+        assert "no answer within" in (answer["error"] or "".join(answer["failures"].values()))
+        pool.limit = 60.0
+        answer = pool.submit("add").result()
+        assert answer["failures"] == {}
+        assert answer["samples"]["mixed backward"] == 1
+    finally:
+        pool.close()
+
+
+def answer(**failures: str) -> dict:
+    return {"failures": {key.replace("_", " "): reason for key, reason in failures.items()}, "error": None}
+
+
+def test_known_differences_are_strict(tmp_path):
+    file = tmp_path / "known.toml"
+    file.write_text(
+        """
+        [[difference]]
+        entries = ["add"]
+        modes = ["mixed"]
+        what = ["forward", "out"]
+        reason = "as it is"
+        [[difference]]
+        entries = ["add"]
+        modes = ["offload"]
+        what = ["forward"]
+        torch = ">=2.15"
+        unsteady = true
+        reason = "since then"
+        """
+    )
+    old, new = (known.load(file, version, False) for version in ("2.11.0+cu130", "2.15.0+cu132"))
+    assert known.judge("add", answer(mixed_forward="x", mixed_out="y"), old, True) == []
+    assert known.judge("add", answer(mixed_forward="x"), old, False) == []
+    assert known.judge("add", answer(mixed_forward="x"), old, True) == [
+        "mixed out: passes; take it out of " + known.FILE.name
+    ]
+    both = answer(mixed_forward="x", mixed_out="y", offload_forward="z")
+    assert known.judge("add", both, old, True) == ["offload forward: z"]
+    assert known.judge("add", both, new, True) == []
+    assert known.judge("mul", answer(mixed_forward="x"), old, True) == ["mixed forward: x"]
+    file.write_text(file.read_text().replace("out", "uot"))
+    with pytest.raises(ValueError, match="unknown"):
+        known.load(file)
+
+
+def test_the_published_list_is_the_one_that_is_kept():
+    root = Path(__file__).parent.parent.parent
+    tool = runpy.run_path(str(root / "tools/operators_table.py"))
+    assert (root / "docs/operators.md").read_text().endswith(tool["exceptions"]()), "run tools/operators_table.py again"
+    record = {"a": answer(mixed_forward="x"), "b": answer()}
+    for entry in record.values():
+        entry["samples"] = {"mixed forward": 1, "offload out": 1}
+    assert tool["runs"](record, "mixed") == (2, 1)
+    assert tool["runs"](record, "offload", "out") == (2, 2)
+    assert tool["share"](1000, 999) == "999 of 1,000 (99.9 %)"
+    assert tool["share"](10000, 9999).endswith("(99.9 %)")
