@@ -45,7 +45,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(id(leaf) in self._registers for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        if torch.Tag.pointwise not in func.tags:
+        # Random numbers are drawn in an order, which pieces would change.
+        if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
             raise NotElementwise(str(func))
         result = func(*args, **kwargs)
         if not isinstance(result, Tensor):

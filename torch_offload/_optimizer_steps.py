@@ -88,6 +88,7 @@ def _applies(parameters: Sequence[Tensor], settings: dict[str, Any]) -> bool:
         and not torch.compiler.is_compiling()
         and not settings.get("differentiable")
         and not settings.get("capturable")
+        and all(parameter.device.type == "offload" for parameter in parameters)
     )
 
 

@@ -222,6 +222,8 @@ def test_what_can_not_be_written_down():
         lambda t: t[0].mul_(torch.ones(1)),
         lambda t: t[0].clamp_(t[1].sum(), 1),
         lambda t: torch.frexp(t[0]),
+        lambda t: t[0].bernoulli_(0.5),
+        lambda t: torch.nn.functional.dropout(t[0]),
     ):
         with pytest.raises(_elementwise.NotElementwise):
             _elementwise.record(code, [torch.ones(3), torch.ones(3)])
