@@ -203,6 +203,7 @@ def test_keyboard_interrupt_in_mid_step():
     passes(
         """
         import _thread, signal, threading, time, torch, torch_offload
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background may not have
         device = "cuda" if torch.cuda.is_available() else "cpu"
         def train(net, x, steps, device):
             optimizer = torch.optim.AdamW(net.parameters())
@@ -248,6 +249,7 @@ def test_interrupts_at_many_moments(seed):
     passes(
         f"""
         import gc, io, os, random, signal, threading, time, torch, torch_offload
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background may not have
         torch.set_num_threads(1)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         host = torch_offload._C.backend() == "host"
