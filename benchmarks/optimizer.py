@@ -9,8 +9,6 @@ then finds every gradient at home. Results have the bits of the same algorithm o
 import functools
 import gc
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -20,19 +18,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from blocks import LLAMA_8B, TINY, copied_to, make_blocks, make_input, parameter_bytes
-from harness import arguments, compute_device, gib, ms, print_table, synchronize, write_record
+from harness import arguments, compute_device, gib, ms, print_table, seconds, synchronize, write_record
 
 import torch_offload
 
 ALGORITHMS = {"default": {}, "fused": {"fused": True}}
-
-
-def seconds(action: Callable[[], object]) -> float:
-    synchronize()
-    begin = time.perf_counter()
-    action()
-    synchronize()
-    return time.perf_counter() - begin
 
 
 def alone(tiny: bool, rounds: int) -> list[dict]:

@@ -64,6 +64,10 @@ class PrefetchBatch : public ::testing::Test {
       for (std::size_t k = 0; k < layers_.size(); ++k) use(k);
     }
   }
+  std::size_t layerAt(const void* host) const {
+    const auto found = std::find_if(layers_.begin(), layers_.end(), [host](const auto& layer) { return layer->data == host; });
+    return static_cast<std::size_t>(found - layers_.begin());
+  }
   void write(std::size_t k) {
     tags_[k] = 1000 + ++writes_;
     rig_->write(*layers_[k], pattern(tags_[k], layers_[k]->bytes));
@@ -242,9 +246,7 @@ TEST_F(PrefetchBatch, WhoWritesMeanwhileWaitsForTheCopies) {
     std::thread writer;
     std::atomic<bool> written = false;
     rig_->link.meanwhile = [&](std::span<const Copy> copies) {
-      const auto first =
-          std::find_if(layers_.begin(), layers_.end(), [&](const auto& layer) { return layer->data == copies[1].from; });
-      const auto k = static_cast<std::size_t>(first - layers_.begin());
+      const std::size_t k = layerAt(copies[1].from);
       writer = std::thread([&, k] {
         rig_->write(*layers_[k], pattern(500, kBytes));
         written = true;
@@ -270,9 +272,7 @@ TEST_F(PrefetchBatch, ABlockThatGoesMeanwhileKeepsItsMemoryUntilItHasBeenRead) {
     std::atomic<bool> gone = false;
     std::size_t which = kLayers;
     rig_->link.meanwhile = [&](std::span<const Copy> copies) {
-      const auto first =
-          std::find_if(layers_.begin(), layers_.end(), [&](const auto& layer) { return layer->data == copies[2].from; });
-      which = static_cast<std::size_t>(first - layers_.begin());
+      which = layerAt(copies[2].from);
       goer = std::thread([&, block = layers_[which].release()] {
         const BlockPtr going(block, BatchRig::Return{rig_.get()});
         gone = true;

@@ -110,31 +110,43 @@ def gradients(outputs: Any, call: Call) -> list[torch.Tensor | None]:
     return list(torch.autograd.grad(results, leaves, cotangents(results), allow_unused=True))
 
 
-class Entry:
-    """An OpInfo, on the plain device and on offload.
+def check_gradients(leaves: list[torch.Tensor], found: list[torch.Tensor | None]) -> None:
+    """Each lives where its operand does."""
+    for leaf, gradient in zip(leaves, found, strict=True):
+        if gradient is not None and gradient.device.type != leaf.device.type:
+            raise DifferenceError(f"gradient on {gradient.device} of an operand on {leaf.device}")
+
+
+class Findings:
+    """What an entry of a database is looked at for, and what was found.
 
     Args:
+        info: the entry.
         samples: how many samples of the smallest, or None for all.
         enter: told (mode, what) before it is looked at; False skips it.
     """
 
-    def __init__(self, op: Any, samples: int | None, enter: Callable[[str, str], bool]) -> None:
-        self.op = op
+    def __init__(self, info: Any, samples: int | None, enter: Callable[[str, str], bool]) -> None:
+        self.info = info
         self.samples = samples
         self.enter = enter
         self.counts: dict[tuple[str, str], int] = {}
         self.failures: dict[tuple[str, str], str] = {}
         self.plain_errors: list[str] = []
 
+
+class Entry(Findings):
+    """An OpInfo, on the plain device and on offload."""
+
     # -- what is run
 
     def forward(self, call: Call, sample: Any) -> dict:
         input, args, kwargs = call.arguments()
-        return {"result": self.op(input, *args, **kwargs), "operand": call.operands()}
+        return {"result": self.info(input, *args, **kwargs), "operand": call.operands()}
 
     def backward(self, call: Call, sample: Any) -> dict:
         input, args, kwargs = call.arguments()
-        result = self.op(input, *args, **kwargs)
+        result = self.info(input, *args, **kwargs)
         return {"result": result, "gradient": gradients(sample.output_process_fn_grad(result), call)}
 
     def inplace(self, call: Call, sample: Any) -> dict:
@@ -142,7 +154,7 @@ class Entry:
         target = pytree.tree_map_only(torch.Tensor, torch.clone, input)
         targets = tensors_in(target)
         versions = [t._version for t in targets]
-        result = self.op.inplace_variant(target, *args, **kwargs)
+        result = self.info.inplace_variant(target, *args, **kwargs)
         observed = {
             "result": result,
             "target": target,
@@ -156,7 +168,7 @@ class Entry:
     def out(self, call: Call, sample: Any) -> dict:
         input, args, kwargs = call.arguments()
         given = kwargs.pop("out")
-        returned = self.op(input, *args, **kwargs, out=given)
+        returned = self.info(input, *args, **kwargs, out=given)
         itself = [a is b for a, b in zip(tensors_in(returned), tensors_in(given), strict=False)]
         return {"out": given, "itself": itself, "writes": [t._version for t in tensors_in(given)]}
 
@@ -183,7 +195,7 @@ class Entry:
             self.plain_errors.append(f"{what}: {type(error).__name__}: {error}"[:200])
             raise NoAnswerError from error
         expected, again, other = answers
-        stable = self.op.name not in UNDEFINED and matches(again, expected)
+        stable = self.info.name not in UNDEFINED and matches(again, expected)
         return expected, stable, stable and not matches(other, expected)
 
     def check(self, what: str, call: Call, sample: Any, gradient: bool) -> None:
@@ -223,14 +235,12 @@ class Entry:
                     break
 
     def check_devices(self, what: str, mode: str, call: Call, actual: dict) -> None:
-        leaves = [t for t in call.operands() if t.requires_grad]
-        for leaf, gradient in zip(leaves, actual.get("gradient", ()), strict="gradient" in actual):
-            if gradient is not None and gradient.device.type != leaf.device.type:
-                raise DifferenceError(f"gradient on {gradient.device} of an operand on {leaf.device}")
+        if "gradient" in actual:
+            check_gradients([t for t in call.operands() if t.requires_grad], actual["gradient"])
         if "itself" in actual:
             return
         # What is written in Python is several operations, and each part of the result may be of other operands.
-        if mode == "mixed" and (call.names_device() or isinstance(self.op.op, FunctionType)):
+        if mode == "mixed" and (call.names_device() or isinstance(self.info.op, FunctionType)):
             return
         wanted = OFFLOAD if mode == "offload" else result_device(call.operands())
         for result in tensors_in(actual["result"]):
@@ -263,7 +273,7 @@ class Entry:
     def sample_inputs(self, dtype: torch.dtype, gradient: bool) -> Iterator[Any]:
         torch.manual_seed(0)
         random.seed(0)
-        samples = self.op.sample_inputs(str(COMPUTE), dtype, requires_grad=gradient)
+        samples = self.info.sample_inputs(str(COMPUTE), dtype, requires_grad=gradient)
         if self.samples is None:
             return iter(samples)
         first = list(itertools.islice(samples, 4 * self.samples))
@@ -272,14 +282,14 @@ class Entry:
         return iter(first[: self.samples])
 
     def dtype(self) -> torch.dtype | None:
-        supported = self.op.supported_dtypes(COMPUTE.type)
+        supported = self.info.supported_dtypes(COMPUTE.type)
         return next((dtype for dtype in (*DTYPES, *supported) if dtype in supported), None)
 
     def look(self) -> None:
         dtype = self.dtype()
         if dtype is None:
             return
-        differentiable = self.op.supports_autograd and dtype in self.op.supported_backward_dtypes(COMPUTE.type)
+        differentiable = self.info.supports_autograd and dtype in self.info.supported_backward_dtypes(COMPUTE.type)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for sample in self.sample_inputs(dtype, differentiable):
@@ -288,9 +298,9 @@ class Entry:
                 self.check("view", call, sample, False)
                 if differentiable:
                     self.check("backward", call, sample, True)
-                if self.op.inplace_variant is not None and not sample.broadcasts_input:
-                    self.check("inplace", call, sample, differentiable and self.op.supports_inplace_autograd)
-                if self.op.supports_out and not self.op.name.startswith("_foreach"):
+                if self.info.inplace_variant is not None and not sample.broadcasts_input:
+                    self.check("inplace", call, sample, differentiable and self.info.supports_inplace_autograd)
+                if self.info.supports_out and not self.info.name.startswith("_foreach"):
                     self.check_out(call, sample)
                 try:
                     spread = sample.noncontiguous()

@@ -7,11 +7,11 @@ and buffers after the call, too. Training and evaluation both.
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from entry import NoAnswerError, compare, cotangents, fill_new_memory, first_line, matches
+from entry import Findings, NoAnswerError, check_gradients, compare, cotangents, fill_new_memory, first_line, matches
 from helpers import COMPUTE, OFFLOAD
 from operands import carry, tensors_in
 from torch.utils import _pytree as pytree
@@ -23,16 +23,8 @@ PLACES = {
 }
 
 
-class ModuleEntry:
+class ModuleEntry(Findings):
     """A ModuleInfo, on the plain device and on offload; used as entry.Entry is."""
-
-    def __init__(self, info: Any, samples: int | None, enter: Callable[[str, str], bool]) -> None:
-        self.info = info
-        self.samples = samples
-        self.enter = enter
-        self.counts: dict[tuple[str, str], int] = {}
-        self.failures: dict[tuple[str, str], str] = {}
-        self.plain_errors: list[str] = []
 
     def inputs(self, training: bool) -> Iterator[tuple[torch.nn.Module, Any]]:
         torch.manual_seed(0)
@@ -64,9 +56,7 @@ class ModuleEntry:
         if not leaves or not results:
             raise NoAnswerError
         gradients = torch.autograd.grad(results, leaves, cotangents(results), allow_unused=True)
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            if gradient is not None and gradient.device.type != leaf.device.type:
-                raise ValueError(f"gradient on {gradient.device} of an operand on {leaf.device}")
+        check_gradients(leaves, gradients)
         return {"result": result, "gradient": list(gradients)}
 
     def check(self, what: str, module: torch.nn.Module, inputs: Any) -> None:

@@ -225,13 +225,14 @@ def test_a_copy_of_the_users_keeps_its_name():
 @pytest.mark.gpu
 def test_copies_on_the_gpu_have_names_and_bytes(tmp_path):
     assert GPU
-    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(6)]).to("offload")
+    # The second one's first pass: nobody knows the order, so each weight is copied when its operation asks.
+    warm, model = (nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(6)]).to("offload") for _ in "ab")
     x = torch.randn(8, 2048, device="cuda")
     torch_offload.set_budget(0)
     try:
         torch.offload.empty_cache()
         with torch.no_grad():
-            model(x)
+            warm(x)
             torch.offload.empty_cache()
             events, counts = traced(tmp_path / "t.json", lambda: model(x), model=model)
     finally:
@@ -241,7 +242,8 @@ def test_copies_on_the_gpu_have_names_and_bytes(tmp_path):
     assert len(copies) == counts["link.copies_to_device"] == 6
     assert sum(e["args"]["bytes"] for e in copies) == counts["link.bytes_to_device"] == 6 * 2048 * 2048 * 4
     assert {e["args"]["tensor"] for e in copies} == {name for name, _ in model.named_parameters()}
-    # 16 MiB take longer than the multiplication with 8 rows. How much of that is waited for depends on when the host asks.
+    # 16 MiB take longer than the multiplication with 8 rows: every layer waits for its weight.
     stalls = of(events, "stall")
+    assert len(stalls) >= 5
     on_the_link = sum(e["dur"] for e in copies)
-    assert 0 < sum(e["dur"] for e in stalls) < 1.2 * on_the_link
+    assert 0.5 * on_the_link < sum(e["dur"] for e in stalls) < 1.2 * on_the_link
