@@ -147,10 +147,12 @@ def _piece_by_piece(loop: Algorithm) -> Algorithm:
         steps: dict[tuple[Any, ...], _Step | None] = {}
         for index in reversed(range(len(parameters))):
             row = _Row(lists.row(index))
-            state = row.state() if row.fits else None
-            if row.fits and state not in steps:
-                steps[state] = _step_of(lists.call, row)
-            step = steps[state] if row.fits else None
+            step = None
+            if row.fits:
+                state = row.state()
+                if state not in steps:
+                    steps[state] = _step_of(lists.call, row)
+                step = steps[state]
             if step is not None:
                 step.run(row)
             else:
