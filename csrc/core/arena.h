@@ -61,6 +61,7 @@ struct ArenaStats {
   std::size_t allocatedPeak = 0;
   std::size_t reserved = 0; // bytes held from the system
   std::size_t reservedPeak = 0;
+  std::size_t reservedEver = 0; // bytes that the system has given
   std::size_t pinned = 0; // bytes of reserved and of shared that are page-locked
   std::size_t shared = 0; // bytes of shared memory that this process has mapped, beside what is reserved
   std::size_t count = 0; // ranges handed out

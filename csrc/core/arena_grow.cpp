@@ -40,7 +40,9 @@ HostRange Arena::grow(std::size_t bytes) {
 HostRange Arena::place(RegionPtr region, std::size_t bytes) {
   const Lock lock(mutex_);
   const HostKind kind = region->kind;
+  const std::size_t before = ranges_.reserved();
   ranges_.add(std::move(region));
+  stats_.reservedEver += ranges_.reserved() - before;
   stats_.reservedPeak = std::max(stats_.reservedPeak, ranges_.reserved());
   return carve(lock, bytes, kind);
 }

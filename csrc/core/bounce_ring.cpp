@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 
 namespace offload {
@@ -20,6 +21,10 @@ struct BounceRing::Region {
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
+  bool owns(const Chunk* chunk) const {
+    return chunk >= chunks.data() && chunk < chunks.data() + chunks.size();
+  }
+
   Link& link;
   void* const data;
   const std::size_t bytes;
@@ -28,12 +33,18 @@ struct BounceRing::Region {
 };
 
 BounceRing::BounceRing(Link& link, std::size_t chunkBytes, Locking locking)
-    : link_(link),
-      chunkBytes_(chunkBytes),
-      locking_(locking),
-      refused_(locking == Locking::Required && !link.wantsRegistration()) {}
+    : link_(link), chunkBytes_(chunkBytes), locking_(locking), refused_(!mayHave()) {}
 
 BounceRing::~BounceRing() = default;
+
+bool BounceRing::mayHave() const {
+  return locking_ == Locking::Preferred || link_.wantsRegistration();
+}
+
+std::size_t BounceRing::bytes() const {
+  const std::lock_guard lock(mutex_);
+  return regions_.size() * kChunks * chunkBytes_;
+}
 
 BounceRing::Taken BounceRing::take() {
   Chunk* chunk = oldest();
@@ -73,6 +84,23 @@ BounceRing::Chunk* BounceRing::oldest() {
 void BounceRing::giveBack(Chunk* chunk) noexcept {
   const std::lock_guard lock(mutex_);
   idle_.push_back(chunk);
+}
+
+void BounceRing::trim() {
+  const bool refused = !mayHave();
+  std::vector<std::unique_ptr<Region>> unused; // goes without the mutex
+  {
+    const std::lock_guard lock(mutex_);
+    unused.reserve(regions_.size());
+    for (auto& region : regions_) {
+      const auto isOf = [&region](const Chunk* chunk) { return region->owns(chunk); };
+      if (std::count_if(idle_.begin(), idle_.end(), isOf) < static_cast<std::ptrdiff_t>(kChunks)) continue;
+      std::erase_if(idle_, isOf);
+      unused.push_back(std::move(region));
+    }
+    std::erase(regions_, nullptr);
+    refused_ = refused;
+  }
 }
 
 std::unique_ptr<BounceRing::Region> BounceRing::newRegion() {

@@ -36,7 +36,7 @@ class BounceRing {
     Preferred, // whoever copies has no other memory to copy from
   };
 
-  /// Takes memory from the system when it is first needed, `kChunks` at a time, and keeps it.
+  /// Takes memory from the system when it is first needed, `kChunks` at a time, and keeps it until it is trimmed.
   BounceRing(Link& link, std::size_t chunkBytes, Locking locking = Locking::Required);
   /// Waits for the last uses. Nobody may have a chunk.
   ~BounceRing();
@@ -46,23 +46,28 @@ class BounceRing {
   std::size_t chunkBytes() const noexcept {
     return chunkBytes_;
   }
+  /// Host memory that it has, page-locked where the system permits. No limit of the Arena's counts it.
+  std::size_t bytes() const;
   /// Null where no page-locked memory is to be had, or none is wanted; where that is not required, only if the system has no
   /// memory at all. Never waits.
   Taken take();
   /// Gives a chunk back for the one in use longest ago, or keeps it where there is no other.
   void exchange(Taken& chunk);
+  /// Returns to the system what nobody has a chunk of, after waiting for its last uses. The next copy takes memory again.
+  void trim();
 
  private:
   struct Region;
 
   void giveBack(Chunk* chunk) noexcept;
   Chunk* oldest();
+  bool mayHave() const;
   std::unique_ptr<Region> newRegion();
 
   Link& link_;
   const std::size_t chunkBytes_;
   const Locking locking_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Region>> regions_;
   std::vector<Chunk*> idle_; // the one given back first in front
   /// The system is not asked again for page-locked memory once it has refused: each time would cost milliseconds.

@@ -10,6 +10,8 @@ namespace {
 // Memory that others take between two looks at what is free should not have to be asked back.
 constexpr std::size_t kSmallestStep = std::size_t{64} << 20;
 constexpr int kQuietPasses = 16;
+// To ask a driver what is free takes from microseconds to a large part of a millisecond, by machine: it gets this part of the time.
+constexpr int kLookedForAPartIn = 200;
 
 } // namespace
 
@@ -21,15 +23,20 @@ void Residency::look(Device& dev) {
     const bool grown = dev.queue.budgetedBytes() >= dev.lookAt;
     if (!dev.lookDue && !grown) return;
     const auto now = std::chrono::steady_clock::now();
-    if (!budgetBytes_ && !grown && now - dev.lastLook < options_.lookInterval) return;
+    if (!budgetBytes_ && !grown && now - dev.lastLook < dev.lookInterval) return;
     dev.lastLook = now;
     dev.lookDue = false;
     automatic = !budgetBytes_;
   }
+  const auto began = std::chrono::steady_clock::now();
   const std::size_t free = automatic ? link_.freeBytes(dev.index) : 0;
+  const auto taken = std::chrono::steady_clock::now() - began;
   Slots retired;
   {
     Lock lock(mutex_);
+    if (options_.lookInterval.count() > 0) {
+      dev.lookInterval = std::max<std::chrono::nanoseconds>(options_.lookInterval, kLookedForAPartIn * taken);
+    }
     if (automatic == budgetBytes_.has_value()) { // it has been set meanwhile
       dev.lookDue = true;
       dev.lastLook = {};
@@ -79,9 +86,16 @@ void Residency::setBudget(std::optional<std::size_t> bytes) {
   for (auto& dev : devices_) look(*dev);
 }
 
-std::size_t Residency::budget(int index) const {
+std::size_t Residency::budget(int index) {
+  Device& dev = device(index);
+  bool known = false;
+  {
+    Lock lock(mutex_);
+    known = dev.lastLook != std::chrono::steady_clock::time_point();
+  }
+  if (!known) look(dev);
   Lock lock(mutex_);
-  return device(index).budget;
+  return dev.budget;
 }
 
 std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, std::size_t most) noexcept {

@@ -10,6 +10,7 @@ namespace {
 constexpr std::size_t kMostKept = std::size_t{1} << 16;
 constexpr int kMostCandidates = 8;
 constexpr std::uint64_t kMostCompared = 16;
+constexpr std::uint64_t kNear = 4; // layers that are left out, or come once more, without the order being another one
 
 } // namespace
 
@@ -22,8 +23,13 @@ void Forecast::follow(Block& block, Extent extent) {
   entry.last = index;
   entry.version = block.version;
   block.scheduled = true;
-  followed_ = foretold ? followed_ + 1 : resume(index);
-  run_ = foretold ? run_ + 1 : 0;
+  foretold_ = foretold;
+  if (foretold) {
+    ++followed_;
+    ++run_;
+  } else {
+    resume(index);
+  }
 }
 
 Forecast::Expected Forecast::expected(std::uint64_t distance) const {
@@ -38,8 +44,9 @@ Forecast::Entry& Forecast::entryOf(Block& block, Extent extent) {
   return entries_[&block].try_emplace(extent, Entry{&block, extent}).first->second;
 }
 
-// An earlier occurrence of what has just been fetched, with the longest past in common; the latest of several.
-std::uint64_t Forecast::resume(std::uint64_t index) const {
+// Goes on from an earlier occurrence of what has just been fetched, with the longest past in common; the latest of several. What is
+// new has none: what was expected instead of it still comes next.
+void Forecast::resume(std::uint64_t index) {
   std::uint64_t best = kNowhere;
   std::uint64_t longest = 0;
   std::uint64_t candidate = at(index).before;
@@ -54,7 +61,12 @@ std::uint64_t Forecast::resume(std::uint64_t index) const {
     }
     candidate = at(candidate).before;
   }
-  return best;
+  const bool isNew = best == kNowhere;
+  const bool isNear = followed_ != kNowhere && best + kNear > followed_ && best <= followed_ + 1 + kNear;
+  run_ = isNew || isNear ? std::min(run_, kMostCompared) / 2 : 0;
+  if (isNew) return;
+  run_ = std::max(run_, longest - 1);
+  followed_ = best;
 }
 
 void Forecast::dropOldHalf() {

@@ -4,7 +4,12 @@
 // A program asks for its weights as it did the step before, but the same weight has different successors on the way forward and on
 // the way back. So the history of fetches is kept, and a place in it that is *followed*: where the present has been before. Each
 // fetch that is what comes after that place moves it on. One that is not looks for a new place: of the latest occurrences of
-// the same extent the one with the longest common past. A layer that is skipped, or that comes twice, so loses the thread for one fetch.
+// the same extent the one with the longest common past. A layer that is skipped, or that comes twice, so loses the thread for one
+// fetch, and one that is new does not move the place at all.
+//
+// How far a place is to be trusted is a count of fetches, the *run*. A fetch that was foretold adds one. One that was not leaves the
+// past in common with the new place, or, where that is a few fetches away, half of the run if that is more: a layer that is left out
+// does not make the order another one.
 //
 // What the host writes between two fetches, as an optimizer does, must not be copied before that has happened: a fetch that found
 // a newer version than the one before it is expected to do so again.
@@ -37,7 +42,11 @@ class Forecast {
   std::uint64_t count() const noexcept {
     return base_ + history_.size();
   }
-  /// How many of the last fetches were foretold, without an exception.
+  /// Whether the last fetch was what had been expected.
+  bool foretold() const noexcept {
+    return foretold_;
+  }
+  /// How many of the last fetches speak for what is expected.
   std::uint64_t run() const noexcept {
     return run_;
   }
@@ -66,7 +75,7 @@ class Forecast {
   const Occurrence& at(std::uint64_t index) const {
     return history_[index - base_];
   }
-  std::uint64_t resume(std::uint64_t index) const;
+  void resume(std::uint64_t index);
   void dropOldHalf();
 
   struct ExtentHash {
@@ -80,6 +89,7 @@ class Forecast {
   std::uint64_t base_ = 0; // number of the first occurrence that is still kept
   std::uint64_t followed_ = kNowhere;
   std::uint64_t run_ = 0;
+  bool foretold_ = false;
 };
 
 } // namespace offload

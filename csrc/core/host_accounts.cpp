@@ -10,6 +10,8 @@ void add(AccountStats& account, std::size_t bytes) {
   account.bytesPeak = std::max(account.bytesPeak, account.bytes);
   ++account.count;
   account.countPeak = std::max(account.countPeak, account.count);
+  account.bytesEver += bytes;
+  ++account.countEver;
 }
 
 void remove(AccountStats& account, std::size_t bytes) {
@@ -42,7 +44,10 @@ void HostAccounts::claim(Block& block, Purpose purpose) {
   if (block.purpose.load(std::memory_order_relaxed) >= purpose) return;
   const std::lock_guard lock(mutex_);
   if (block.purpose.load(std::memory_order_relaxed) >= purpose) return; // another thread was first
-  remove(of(block), block.bytes);
+  AccountStats& before = of(block);
+  remove(before, block.bytes);
+  before.bytesEver -= block.bytes;
+  --before.countEver;
   block.purpose.store(purpose, std::memory_order_relaxed);
   add(of(block), block.bytes);
 }

@@ -12,6 +12,9 @@ struct AccountStats {
   std::size_t bytesPeak = 0;
   std::size_t count = 0; // of Blocks
   std::size_t countPeak = 0;
+  /// Of all that there has been. What is gone is the difference to what there is.
+  std::size_t bytesEver = 0;
+  std::size_t countEver = 0;
 };
 
 struct AccountsStats {
@@ -25,7 +28,8 @@ struct AccountsStats {
 };
 
 /// Every Block is on one account from open() to close(). At any moment those of the purposes add up to all there is. A Block that is claimed
-/// moves as it is: the peak of the account that it leaves keeps what it has been, because it was counted there.
+/// moves as it is: the peak of the account that it leaves keeps what it has been, because it was counted there, while of all that has
+/// been it counts where it came to be. So these add up, too.
 class HostAccounts {
  public:
   void open(const Block& block);

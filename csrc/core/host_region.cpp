@@ -1,5 +1,6 @@
 #include "core/host_region.h"
 
+#include "core/memory_node.h"
 #include "core/parallel.h"
 
 #include <sched.h>
@@ -11,8 +12,6 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
-#include <fstream>
-#include <string>
 #include <thread>
 #include <utility>
 
@@ -37,23 +36,6 @@ char* roundUp(char* at, std::size_t to) {
   return at + ((address + to - 1) / to * to - address);
 }
 
-// The CPUs of a list of the kernel's, "0-15,32-47".
-cpu_set_t cpusOf(std::istream& list) {
-  cpu_set_t cpus;
-  CPU_ZERO(&cpus);
-  int first = 0;
-  while (list >> first) {
-    int last = first;
-    if (list.peek() == '-') {
-      list.get();
-      list >> last;
-    }
-    for (int cpu = first; cpu <= last && cpu < CPU_SETSIZE; ++cpu) CPU_SET(cpu, &cpus);
-    if (list.peek() == ',') list.get();
-  }
-  return cpus;
-}
-
 // The CPUs that the process may use and that are on the memory node of this thread; all that it may use where that can't be told.
 cpu_set_t nearbyCpus() {
   cpu_set_t allowed;
@@ -62,10 +44,7 @@ cpu_set_t nearbyCpus() {
   unsigned cpu = 0;
   unsigned node = 0;
   if (syscall(SYS_getcpu, &cpu, &node, nullptr) != 0) return allowed;
-  std::ifstream list("/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");
-  cpu_set_t nearby = cpusOf(list);
-  CPU_AND(&nearby, &nearby, &allowed);
-  return CPU_COUNT(&nearby) > 0 ? nearby : allowed;
+  return cpusOfNode(node, allowed);
 }
 
 // Keeps this thread to some CPUs.

@@ -4,14 +4,16 @@
 // After each fetch the Schedule is asked what comes next, as far as half of the ring has room for it: what is on the device already is
 // kept there, and what is not gets a Slot and a copy. So the copy stream has work while the host waits for a result, and at
 // the turning point between forward and backward nothing is copied that is still there. The other half is for what is in use, and
-// for results on their way home: were these let go at once, the stream that computes would wait for each of their copies.
+// for results on their way home: were these let go at once, the stream that computes would wait for each of their copies. Where there
+// are none, and the link has nothing to do, as after a wait for the step before, that half takes copies too: one at a time.
 //
 // Small and middle-sized extents of page-locked memory travel in batches: one call of the Link and one token for several. In a steady
 // state a fetch makes room for one, so a batch waits until there is room for `batchBytes`, or for half of what may be ahead; the other
 // half is what comes first. A fetch waits for no batch: what has no copy yet it copies itself.
 //
-// A wrong guess costs the copies that were made, and no result. Each one doubles how long the order must have been the expected one
-// before another guess is made, and each right one takes one off that: an order that can't be foretold is streamed.
+// A wrong guess costs the copies that were made, and no result. It doubles how long the order must have been the expected one before
+// another guess is made, every copy of it beyond the first adds one, and each right copy takes one off: an order that can't be foretold is
+// streamed.
 #include "core/residency.h"
 
 #include <algorithm>
@@ -32,6 +34,14 @@ const std::byte* hostOf(const Forecast::Expected& expected) {
   return static_cast<const std::byte*>(expected.block->data) + expected.extent.begin;
 }
 
+bool isDone(const std::optional<Token>& copy) noexcept {
+  try {
+    return copy && copy->done();
+  } catch (...) {
+    return false; // whoever needs the copy will say what is wrong
+  }
+}
+
 } // namespace
 
 // Under the mutex, after a fetch has been recorded: from where on is to be looked.
@@ -39,19 +49,19 @@ void Residency::follow(Device& dev) {
   const Forecast& forecast = dev.schedule.forecast();
   const std::uint64_t now = forecast.count();
   dev.queue.advance(now);
-  const bool lost = forecast.run() == 0;
+  const bool lost = !forecast.foretold();
   if (lost) dev.queue.expectNothing();
   if (dev.queue.wasInterrupted() || lost) dev.horizon = dev.unwritten = 0;
   const bool written = dev.unwritten <= now || !forecast.expected(dev.unwritten - now).writtenFirst;
   if (dev.unwritten != 0 && written) dev.horizon = std::exchange(dev.unwritten, 0) - 1;
-  if (std::exchange(dev.wasted, dev.queue.stats.prefetchesWasted) != dev.queue.stats.prefetchesWasted) {
-    dev.patience = std::min(2 * dev.patience, kMostPatience);
-  }
-  if (lost) lookAhead(dev); // what is still expected shall not make room for this fetch
+  const std::uint64_t guesses = dev.queue.wrongGuesses() - std::exchange(dev.wrongGuesses, dev.queue.wrongGuesses());
+  const std::uint64_t copies = dev.queue.stats.prefetchesWasted - std::exchange(dev.wasted, dev.queue.stats.prefetchesWasted);
+  dev.patience = std::min((guesses > 0 ? 2 * dev.patience : dev.patience) + (copies - guesses), kMostPatience);
+  if (lost) lookAhead(dev, dev.ring / 2); // what is still expected shall not make room for this fetch
 }
 
-// Under the mutex: the first of the expected fetches that needs a copy; those before it keep what they will find.
-Forecast::Expected Residency::lookAhead(Device& dev) {
+// Under the mutex: the first of the expected fetches that needs a copy; those before it keep what they will find, `most` bytes of it.
+Forecast::Expected Residency::lookAhead(Device& dev, std::size_t most) {
   if (!options_.prefetch || options_.evictAtUnpin || closed_) return {};
   const Forecast& forecast = dev.schedule.forecast();
   dev.horizon = std::max(dev.horizon, forecast.count());
@@ -62,17 +72,13 @@ Forecast::Expected Residency::lookAhead(Device& dev) {
       if (dev.unwritten == 0) dev.unwritten = dev.horizon + 1;
     } else if (const auto slot = find(*next.block, next.extent, dev.index)) {
       const bool isNew = slot->share == Share::Passing && !slot->isAhead;
-      if (isNew && !fitsAhead(dev, slot->buffer.bytes)) return {};
+      if (isNew && dev.queue.aheadBytes() + slot->buffer.bytes > most) return {};
       dev.queue.expect(slot, dev.horizon + 1);
     } else {
       return next;
     }
   }
   return {};
-}
-
-bool Residency::fitsAhead(const Device& dev, std::size_t bytes) const {
-  return dev.queue.aheadBytes() + bytes <= dev.ring / 2;
 }
 
 bool Residency::mayPrefetch(const Block& block) const {
@@ -84,13 +90,15 @@ bool Residency::goesInBatch(const Forecast::Expected& expected) const {
 }
 
 // Under the mutex: holds new Slots, without memory as yet, for the expected fetches that need one: a batch, or one that goes alone;
-// none where nothing is to be copied, or there is no room, or not enough for a batch to begin.
-std::vector<Pin> Residency::foresee(Device& dev, Slots& retired) {
-  std::vector<Pin> batch;
+// none where nothing is to be copied, or there is no room, or not enough for a batch to begin. An `idle` link may use the whole ring.
+Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
+  Ahead ahead;
+  auto& batch = ahead.batch;
   std::size_t bytes = 0;
-  const std::size_t most = std::min(options_.batchBytes, dev.ring / 4);
+  const std::size_t most = idle ? dev.ring : dev.ring / 2;
+  const std::size_t mostAtOnce = std::min(options_.batchBytes, dev.ring / 4);
   for (int looked = 0; looked < kMostLookedAt; ++looked) {
-    const auto next = lookAhead(dev);
+    const auto next = lookAhead(dev, most);
     if (next.block == nullptr || dev.schedule.forecast().run() < dev.patience || !mayPrefetch(*next.block)) break;
     const auto again = std::find_if(batch.begin(), batch.end(), [&next](const Pin& pin) {
       return pin.slot_->host == hostOf(next) && pin.slot_->extent == next.extent;
@@ -101,16 +109,22 @@ std::vector<Pin> Residency::foresee(Device& dev, Slots& retired) {
     }
     const bool alone = !goesInBatch(next);
     const std::size_t own = next.extent.bytes() + shiftOf(*next.block, next.extent);
-    if (batch.empty() ? !alone && !fitsAhead(dev, most) : alone || bytes + own > most) break;
+    if (!batch.empty() && (alone || bytes + own > mostAtOnce)) break;
     const bool room = dev.queue.budgetedBytes() + own <= dev.budget;
     const bool stays = room && dev.schedule.keeps(*next.block, next.extent, room);
-    if (!fitsAhead(dev, bytes + own) || (!stays && dev.queue.keptBytes(dev.ring) + own > dev.ring)) break;
+    if (!stays && dev.queue.keptBytes(dev.ring) + own > dev.ring) break;
+    const std::size_t wanted = batch.empty() && !alone ? std::max(own, mostAtOnce) : bytes + own;
+    if (dev.queue.aheadBytes() + wanted > most) {
+      if (batch.empty() && !idle && dev.queue.leavingBytes() == 0) ahead.lastCopy = dev.lastCopy;
+      break;
+    }
     if (batch.empty()) batch.reserve(alone ? 1 : kMostLookedAt);
     auto slot = std::make_shared<Slot>();
     slot->extent = next.extent;
     slot->device = dev.index;
     slot->host = hostOf(next);
     slot->purpose = next.block->purpose;
+    slot->gradientOf = next.block->gradientOf;
     slot->buffer.bytes = own;
     dev.queue.makeRoom(stays ? 0 : own, dev.ring, retired);
     dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
@@ -119,7 +133,7 @@ std::vector<Pin> Residency::foresee(Device& dev, Slots& retired) {
     bytes += own;
     if (alone) break;
   }
-  return batch;
+  return ahead;
 }
 
 // Under the mutex: the Block that a Slot of foresee() is for; null where another thread's fetch, or write, has changed what is expected,
@@ -156,7 +170,7 @@ bool Residency::prefetch(Device& dev, const std::vector<Pin>& batch) noexcept {
     std::unique_ptr<Observer::Span> span; // one after the other; all copies are enqueued within the last
     for (const auto& slot : slots) {
       span.reset();
-      span = observe({Activity::Prefetch, dev.index, slot->host, slot->extent.bytes(), slot->purpose});
+      span = observe({Activity::Prefetch, dev.index, slot->host, slot->extent.bytes(), slot->purpose, slot->gradientOf});
     }
     TokenSet after;
     Lock lock(mutex_);
@@ -190,6 +204,7 @@ bool Residency::prefetch(Device& dev, const std::vector<Pin>& batch) noexcept {
       slot->block = block;
       slot->unused = true;
       block->slots.push_back(slot);
+      dev.lastCopy = slot->ready;
       ++dev.queue.stats.prefetches;
     }
     lock.unlock();
@@ -200,15 +215,17 @@ bool Residency::prefetch(Device& dev, const std::vector<Pin>& batch) noexcept {
   }
 }
 
-void Residency::prefetchMore(Device& dev, std::vector<Pin> next) noexcept {
-  for (std::size_t copies = 0; !next.empty();) {
-    copies += next.size();
-    if (!prefetch(dev, next) || copies >= kMostCopies) return;
-    next.clear(); // what has its copy is found again
+void Residency::prefetchMore(Device& dev, Ahead next) noexcept {
+  for (std::size_t copies = 0; copies < kMostCopies;) {
+    const bool idle = next.batch.empty();
+    if (idle && !isDone(next.lastCopy)) return;
+    if (!idle && !prefetch(dev, next.batch)) return;
+    copies += next.batch.size();
+    next = {}; // what has its copy is found again
     Slots retired;
     {
       Lock lock(mutex_);
-      next = foresee(dev, retired);
+      next = foresee(dev, idle, retired);
     }
     release(retired);
   }

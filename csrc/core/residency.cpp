@@ -69,13 +69,13 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     ++dev.queue.stats.hits;
     if (std::exchange(slot->unused, false) && dev.patience > 1) --dev.patience;
     dev.queue.pin(slot);
-    auto next = foresee(dev, retired);
+    auto next = foresee(dev, false, retired);
     const Token ready = slot->ready;
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
     lock.unlock();
     release(retired);
     Pin pinned(*this, std::move(slot), data, {stream});
-    observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose});
+    observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose, block.gradientOf});
     if (!ready.done()) ready.orderBefore(stream); // once it is known to be done, neither call reaches the driver
     prefetchMore(dev, std::move(next));
     return pinned;
@@ -88,6 +88,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   slot->version = block.version;
   slot->host = hostData;
   slot->purpose = block.purpose;
+  slot->gradientOf = block.gradientOf;
   slot->buffer.bytes = extent.bytes() + shift;
   if (block.file) retireStale(block, retired); // of a read that has failed
   const std::size_t bytes = slot->buffer.bytes;
@@ -111,7 +112,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     slot->buffer.home = dev.transfer.deviceBound();
     slot->buffer.data = allocate(dev, bytes);
     slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
-    const auto span = observe({Activity::Fetch, stream.device, hostData, extent.bytes(), block.purpose});
+    const auto span = observe({Activity::Fetch, stream.device, hostData, extent.bytes(), block.purpose, block.gradientOf});
     copyIn(*slot, block, dev, after, reads);
     slot->ready.orderBefore(stream);
   } catch (...) {
@@ -125,8 +126,9 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     slot->become(SlotState::Clean);
     slot->block = &block;
     block.slots.push_back(slot);
+    dev.lastCopy = slot->ready;
   }
-  auto next = failure ? std::vector<Pin>() : foresee(dev, retired);
+  auto next = failure ? Ahead() : foresee(dev, false, retired);
   lock.unlock();
   issued_.notify_all();
   if (failure) std::rethrow_exception(failure);
@@ -198,7 +200,7 @@ HostLease Residency::lease(Block& block, Access access) {
   }
   HostLease lease(this, block, access);
   if (!std::all_of(inTheWay.begin(), inTheWay.end(), [](const Token& token) { return token.knownDone(); })) {
-    const auto span = observe({Activity::Wait, -1, block.data, block.bytes, block.purpose});
+    const auto span = observe({Activity::Wait, -1, block.data, block.bytes, block.purpose, block.gradientOf});
     for (const Token& token : inTheWay) token.wait();
   }
   {
@@ -239,6 +241,8 @@ std::vector<Token> Residency::forget(Block& block) noexcept {
     // Another thread may be writing these bytes home, to make room: that takes calls of the driver, and nothing that we hold.
     issued_.wait(lock, [&block] { return block.issuing == 0; });
     for (auto& dev : devices_) dev->schedule.forget(block);
+    const auto* const begin = static_cast<const std::byte*>(block.data);
+    writesOfGradients_.erase(writesOfGradients_.lower_bound(begin), writesOfGradients_.lower_bound(begin + block.bytes));
     pending = block.writers.take();
     block.readers.appendTo(pending);
     for (const auto& slot : std::exchange(block.slots, {})) {
@@ -322,7 +326,7 @@ void Residency::release(Slots& retired) noexcept {
       refused.push_back(std::move(slot));
       continue;
     }
-    observe({Activity::Evict, slot->device, slot->host, slot->extent.bytes(), slot->purpose});
+    observe({Activity::Evict, slot->device, slot->host, slot->extent.bytes(), slot->purpose, slot->gradientOf});
     const DeviceBuffer buffer = std::exchange(slot->buffer, {});
     if (!buffer.owner) link_.free(buffer.data, buffer.home);
   }
@@ -461,6 +465,10 @@ void Residency::resetPeaks(int index) {
   Lock lock(mutex_);
   auto& stats = device(index).queue.stats;
   stats.slotBytesPeak = stats.slotBytes;
+}
+
+void Residency::trimRings() {
+  for (auto& dev : devices_) dev->transfer.trimRings();
 }
 
 TransferStats Residency::transferStats(int index) const {

@@ -42,6 +42,7 @@
 #include <climits>
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -59,7 +60,7 @@ struct ResidencyOptions {
   bool ringIsSet = false;
   /// Called with one sentence, at most once, not under a lock.
   std::function<void(const std::string&)> warn;
-  /// How long to go by what was free before it is asked again, which takes microseconds.
+  /// How long to go by what was free before it is asked again, at least; zero: not at all.
   std::chrono::microseconds lookInterval{5000};
   /// Copies what the Schedule expects next ahead of its fetch.
   bool prefetch = true;
@@ -115,6 +116,8 @@ class Residency {
 
   /// Gives up every Slot of a device that nothing pins; their bytes. Dirty ones are sent home first.
   std::size_t emptyCache(int device);
+  /// Returns the host memory of the rings that pageable memory is copied through, after waiting for its last uses.
+  void trimRings();
   /// Gives up Slots that are Clean and that nothing pins until `free` and their bytes make what is demanded; their bytes. Takes no
   /// lock that is held, and neither waits nor allocates: for PyTorch's allocator, which calls this while it holds its own and does
   /// not say how much it wants. Called now and then it gives `most`; called in every pass it gives `usual`, and an automatic budget
@@ -128,8 +131,8 @@ class Residency {
   std::size_t ringBytes() const;
   /// None: automatic.
   void setBudget(std::optional<std::size_t> bytes);
-  /// As of now.
-  std::size_t budget(int device) const;
+  /// As of the last look at what is free, of which this is the first where there has been none.
+  std::size_t budget(int device);
   ResidencyStats stats(int device) const;
   void resetPeaks(int device);
   TransferStats transferStats(int device) const;
@@ -155,12 +158,22 @@ class Residency {
     std::size_t lookAt = 0; // how many bytes on the budget's account make another look due
     bool lookDue = true;
     std::chrono::steady_clock::time_point lastLook{};
+    std::chrono::nanoseconds lookInterval{0}; // by what a look has cost
     std::size_t demand = 0; // what PyTorch's allocator has asked for of late
     int quiet = INT_MAX / 2; // passes since it has asked
     std::uint64_t horizon = 0; // the number of the last fetch that has been looked after ahead of it
     std::uint64_t unwritten = 0; // the first one before it that awaits a write of the host; 0: none
     std::uint64_t patience = 1; // how many fetches must have come as expected before a copy is made ahead
-    std::uint64_t wasted = 0; // prefetches that `patience` has been told of
+    std::uint64_t wrongGuesses = 0; // that `patience` has been told of
+    std::uint64_t wasted = 0; // and prefetches
+    Token lastCopy; // of the last copy to the device
+  };
+
+  /// What is to be copied ahead of its fetch; or, where only the half of the ring stands in the way, the copy with whose end the link
+  /// has nothing to do.
+  struct Ahead {
+    std::vector<Pin> batch;
+    std::optional<Token> lastCopy;
   };
 
   /// A Slot, and the Block that it is about to get its bytes from.
@@ -174,6 +187,7 @@ class Residency {
   std::shared_ptr<Slot> find(const Block& block, Extent extent, int device) const;
   void awaitIssued(Lock& lock, const Block& block);
   std::shared_ptr<Slot> awaitNewest(Lock& lock, Block& block, Extent extent, int device);
+  std::shared_ptr<Slot> takeResult(Device& device, const Block& block, DeviceBuffer buffer);
   std::shared_ptr<Slot> dirtyOf(const Block& block) const;
   void writeHome(Lock& lock, const std::shared_ptr<Slot>& slot);
   bool tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noexcept;
@@ -181,14 +195,13 @@ class Residency {
   bool isLastWrite(const Block& block) const;
   void expectRead(Block& block);
   void follow(Device& device);
-  Forecast::Expected lookAhead(Device& device);
-  std::vector<Pin> foresee(Device& device, Slots& retired);
-  bool fitsAhead(const Device& device, std::size_t bytes) const;
+  Forecast::Expected lookAhead(Device& device, std::size_t most);
+  Ahead foresee(Device& device, bool idle, Slots& retired);
   bool mayPrefetch(const Block& block) const;
   bool goesInBatch(const Forecast::Expected& expected) const;
   Block* stillExpected(const Device& device, const Slot& slot) const;
   bool prefetch(Device& device, const std::vector<Pin>& batch) noexcept;
-  void prefetchMore(Device& device, std::vector<Pin> next) noexcept;
+  void prefetchMore(Device& device, Ahead next) noexcept;
   void look(Device& device);
   void endPass(Device& device);
   void plan(Device& device);
@@ -222,7 +235,8 @@ class Residency {
   std::condition_variable issued_;
   std::size_t ringBytes_;
   std::optional<std::size_t> budgetBytes_;
-  std::uint32_t writesOfGradients_ = 1;
+  /// How often the gradient of the tensor at an address was written before the host read one.
+  std::map<const void*, std::uint32_t> writesOfGradients_;
   const ResidencyOptions options_;
   /// Reads of files that failed in a host task: the next fetch, lease or drain throws.
   DeferredError readErrors_;

@@ -73,6 +73,7 @@ struct Slot {
   std::byte* data = nullptr; // where the extent begins within the buffer
   const void* host = nullptr; // where it begins in host memory; for an Observer, also when the Block is gone
   Purpose purpose = Purpose::Temporary; // of the Block, likewise
+  const void* gradientOf = nullptr; // and this
   /// The last write to the device bytes.
   Token ready;
   /// What reads the device bytes, besides what its Pins still may.

@@ -49,6 +49,7 @@ void SlotQueue::add(const std::shared_ptr<Slot>& slot, Share share) {
   stats.slotBytes += slot->buffer.bytes;
   stats.pinnedBytes += slot->buffer.bytes;
   stats.slotBytesPeak = std::max(stats.slotBytesPeak, stats.slotBytes);
+  stats.slotBytesEver += slot->buffer.bytes;
   charge(*slot, share);
   List& list = listOf(*slot);
   slot->place = list.insert(list.end(), slot);
@@ -80,7 +81,13 @@ void SlotQueue::retire(std::shared_ptr<Slot> slot, Slots& retired) {
   slot->become(SlotState::Gone);
   stats.slotBytes -= slot->buffer.bytes;
   ++stats.evictions;
-  if (slot->unused) ++stats.prefetchesWasted;
+  if (slot->unused) {
+    ++stats.prefetchesWasted;
+    if (slot->expected > paidUntil_) {
+      ++wrongGuesses_;
+      paidUntil_ = latest_;
+    }
+  }
   if (isExpected(*slot)) interrupted_ = true;
   retired.push_back(std::move(slot));
 }
@@ -121,6 +128,7 @@ std::size_t SlotQueue::keptBytes(std::size_t ring) const {
 void SlotQueue::expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch) {
   List& from = listOf(*slot);
   slot->expected = fetch;
+  latest_ = std::max(latest_, fetch);
   slot->epoch = epoch_;
   relist(*slot, from);
 }

@@ -19,6 +19,7 @@ struct ResidencyStats {
   std::uint64_t prefetchesWasted = 0; // and given up before one
   std::size_t slotBytes = 0; // device bytes of Slots now
   std::size_t slotBytesPeak = 0;
+  std::uint64_t slotBytesEver = 0; // of all Slots that there have been
   std::size_t pinnedBytes = 0; // of these, bytes that a Pin holds
   std::size_t stayingBytes = 0; // bytes on the budget's account
   std::size_t dirtyBytes = 0; // and bytes that are newer than the host's
@@ -75,9 +76,17 @@ class SlotQueue {
   std::size_t budgetedBytes() const noexcept {
     return stats.stayingBytes + stats.dirtyBytes;
   }
+  /// How often expectations turned out to be wrong: copies given up that had been made by then are of one wrong guess.
+  std::uint64_t wrongGuesses() const noexcept {
+    return wrongGuesses_;
+  }
   /// Bytes that wait for the fetch that is expected.
   std::size_t aheadBytes() const noexcept {
     return aheadBytes_;
+  }
+  /// Bytes that nothing pins and that are, or were, on their way home.
+  std::size_t leavingBytes() const noexcept {
+    return leavingBytes_;
   }
   /// Bytes that should not make room: what is pinned, expected or, up to half of the ring, on its way home.
   std::size_t keptBytes(std::size_t ring) const;
@@ -107,6 +116,9 @@ class SlotQueue {
   std::size_t aheadBytes_ = 0;
   std::uint64_t now_ = 0;
   std::uint64_t epoch_ = 1;
+  std::uint64_t latest_ = 0; // of the fetches for which something has been expected
+  std::uint64_t paidUntil_ = 0; // up to which of them wrong guesses have been counted
+  std::uint64_t wrongGuesses_ = 0;
   bool interrupted_ = false;
 };
 

@@ -162,8 +162,13 @@ void Transfer::drain() {
   }
 }
 
+void Transfer::trimRings() {
+  for (BounceRing* ring : {&toDevice_.ring, &toHost_.ring, &files_}) ring->trim();
+}
+
 TransferStats Transfer::stats() const {
-  return {bytesToDevice_, bytesToHost_, copiesToDevice_, copiesToHost_};
+  const std::size_t rings = toDevice_.ring.bytes() + toHost_.ring.bytes() + files_.bytes();
+  return {bytesToDevice_, bytesToHost_, copiesToDevice_, copiesToHost_, rings};
 }
 
 } // namespace offload

@@ -28,6 +28,7 @@ struct TransferStats {
   std::uint64_t bytesToHost = 0;
   std::uint64_t copiesToDevice = 0;
   std::uint64_t copiesToHost = 0;
+  std::size_t ringBytes = 0; // host memory of the rings
 };
 
 /// What the host end of a copy is.
@@ -66,6 +67,8 @@ class Transfer {
   }
   /// Waits on the host for all copies.
   void drain();
+  /// Returns the host memory of the rings to the system. What copies use meanwhile stays.
+  void trimRings();
 
   TransferStats stats() const;
 

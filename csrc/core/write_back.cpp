@@ -7,18 +7,17 @@
 
 namespace offload {
 
-void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
-  const auto audited = audit("adopt", &block);
-  if (block.shared) return writeThrough(block, std::move(buffer), producer);
-  Device& dev = device(producer.device);
+// A Slot that no Block lists yet, with one Pin.
+std::shared_ptr<Slot> Residency::takeResult(Device& dev, const Block& block, DeviceBuffer buffer) {
   auto slot = std::make_shared<Slot>();
   slot->extent = {0, block.bytes};
-  slot->device = producer.device;
+  slot->device = dev.index;
   slot->state = SlotState::Dirty;
   slot->buffer = std::move(buffer);
   slot->data = static_cast<std::byte*>(slot->buffer.data);
   slot->host = block.data;
   slot->purpose = block.purpose;
+  slot->gradientOf = block.gradientOf;
   Slots retired;
   {
     Lock lock(mutex_);
@@ -27,7 +26,16 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     dev.queue.add(slot, Share::Passing);
   }
   release(retired);
+  return slot;
+}
+
+void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
+  const auto audited = audit("adopt", &block);
+  if (block.shared) return writeThrough(block, std::move(buffer), producer);
+  Device& dev = device(producer.device);
+  const auto slot = takeResult(dev, block, std::move(buffer));
   const Pin pinned(*this, slot, slot->data, {producer}); // gives the memory up if anything throws
+  Slots retired;
   refuseCapture(producer, "keep a result");
   settle();
   look(dev);
@@ -88,7 +96,7 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   std::exception_ptr failure;
   try {
     auto* const host = static_cast<std::byte*>(block.data) + extent.begin;
-    const auto span = observe({Activity::Store, producer.device, host, extent.bytes(), block.purpose});
+    const auto span = observe({Activity::Store, producer.device, host, extent.bytes(), block.purpose, block.gradientOf});
     dev.transfer.toHost(host, source, extent.bytes(), memoryOf(block), after, home).orderBefore(producer);
   } catch (...) {
     failure = std::current_exception();
@@ -113,20 +121,12 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   if (failure) std::rethrow_exception(failure);
 }
 
-// What adopt() is for a Shared Block: nothing of it stays on the device.
+// What adopt() is for a Shared Block: nothing of it stays on the device. The memory goes after its producer, whether the copy succeeds
+// or not.
 void Residency::writeThrough(Block& block, DeviceBuffer buffer, Stream producer) {
-  auto slot = std::make_shared<Slot>();
-  slot->state = SlotState::Gone; // never more than memory on its way back
-  slot->buffer = std::move(buffer);
-  Slots retired{slot};
-  std::exception_ptr failure;
-  try {
-    store(block, {0, block.bytes}, slot->buffer.data, producer);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  release(retired); // of which nothing reads any more
-  if (failure) std::rethrow_exception(failure);
+  const auto slot = takeResult(device(producer.device), block, std::move(buffer));
+  const Pin pinned(*this, slot, slot->data, {producer});
+  store(block, {0, block.bytes}, slot->data, producer);
 }
 
 // What is counted in the shared header since the last look, by whichever process, is one more version here.
@@ -155,7 +155,7 @@ void Residency::writeHome(Lock& lock, const std::shared_ptr<Slot>& slot) {
   std::exception_ptr failure;
   try {
     if (block.file) block.file->prepare(Access::Write);
-    const auto span = observe({Activity::WriteBack, slot->device, block.data, block.bytes, block.purpose});
+    const auto span = observe({Activity::WriteBack, slot->device, block.data, block.bytes, block.purpose, block.gradientOf});
     dev.transfer.toHost(block.data, slot->data, block.bytes, memoryOf(block), after, home);
   } catch (...) {
     failure = std::current_exception();
@@ -210,14 +210,17 @@ std::shared_ptr<Slot> Residency::dirtyOf(const Block& block) const {
 // Note [When a gradient goes home]
 // The optimizer reads it on the host once all micro-batches have added to it. Sent home at each of them, most trips are for
 // nothing; sent home when the optimizer asks, none overlaps with the backward pass. So it goes at the addition that was the last one
-// before the host read a gradient last time. Other results stay until their room is wanted or the host asks: most never have to go.
+// before the host read this parameter's gradient last time: a weight that is used twice has one more. Other results stay until their
+// room is wanted or the host asks: most never have to go.
 bool Residency::isLastWrite(const Block& block) const {
-  return block.purpose == Purpose::Gradient && block.adoptions >= writesOfGradients_;
+  if (block.purpose != Purpose::Gradient) return false;
+  const auto known = writesOfGradients_.find(block.gradientOf);
+  return block.adoptions >= (known == writesOfGradients_.end() ? 1 : known->second);
 }
 
 void Residency::expectRead(Block& block) {
   if (block.purpose != Purpose::Gradient || block.adoptions == 0) return;
-  writesOfGradients_ = block.adoptions;
+  writesOfGradients_[block.gradientOf] = block.adoptions;
   block.adoptions = 0;
 }
 

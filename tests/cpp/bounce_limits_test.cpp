@@ -42,6 +42,7 @@ TEST(BounceRing, HasMoreChunksWhereAllAreTaken) {
   WatchingLink link(sim);
   BounceRing ring(link, kChunk);
   EXPECT_EQ(link.registrations, 0);
+  EXPECT_EQ(ring.bytes(), 0U);
   std::vector<BounceRing::Taken> taken;
   std::set<std::byte*> all;
   for (std::size_t i = 0; i < 2 * BounceRing::kChunks; ++i) {
@@ -49,6 +50,7 @@ TEST(BounceRing, HasMoreChunksWhereAllAreTaken) {
     ASSERT_NE(taken.back(), nullptr);
     EXPECT_TRUE(link.isLocked(taken.back()->data + kChunk - 1));
     all.insert(taken.back()->data);
+    EXPECT_EQ(ring.bytes(), (i / BounceRing::kChunks + 1) * BounceRing::kChunks * kChunk);
   }
   EXPECT_EQ(all.size(), taken.size());
   EXPECT_EQ(ring.take(), nullptr); // refused
@@ -59,6 +61,59 @@ TEST(BounceRing, HasMoreChunksWhereAllAreTaken) {
   taken[3].reset();
   taken.clear();
   EXPECT_EQ(ring.take()->data, first); // the one given back first
+  EXPECT_EQ(ring.bytes(), 2 * BounceRing::kChunks * kChunk); // kept
+}
+
+TEST(Bounce, TheStatisticsTellTheMemoryOfAllRings) {
+  Bounce on;
+  EXPECT_EQ(on.transfer->stats().ringBytes, 0U);
+  const Bytes host = pattern(1, 3 * kChunk);
+  Bytes home(host.size());
+  void* const device = on.allocate(host.size());
+  const Token there = on.send(device, host);
+  EXPECT_EQ(on.transfer->stats().ringBytes, BounceRing::kChunks * kChunk);
+  on.receive(home, device, {&there, 1}).wait();
+  EXPECT_EQ(on.transfer->stats().ringBytes, 2 * BounceRing::kChunks * kChunk);
+}
+
+TEST(BounceRing, ReturnsWhatNobodyHasAChunkOf) {
+  SimLink sim({.wantsRegistration = true, .registrationLimit = 2 * BounceRing::kChunks * kChunk});
+  WatchingLink link(sim);
+  BounceRing ring(link, kChunk);
+  std::vector<BounceRing::Taken> taken;
+  for (std::size_t i = 0; i < 2 * BounceRing::kChunks; ++i) taken.push_back(ring.take());
+  EXPECT_EQ(ring.take(), nullptr); // refused
+  taken.resize(1);
+  ring.trim();
+  EXPECT_EQ(ring.bytes(), BounceRing::kChunks * kChunk) << "one chunk is in use";
+  EXPECT_EQ(link.locked.size(), 1U);
+  EXPECT_TRUE(link.isLocked(taken[0]->data));
+  taken.clear();
+  ring.trim();
+  EXPECT_EQ(ring.bytes(), 0U);
+  EXPECT_TRUE(link.locked.empty());
+  EXPECT_NE(ring.take(), nullptr) << "what was refused before is no more";
+  EXPECT_EQ(ring.bytes(), BounceRing::kChunks * kChunk);
+}
+
+TEST(Bounce, RingsAreReturnedAfterTheirCopiesAndMadeAgain) {
+  onEverySeed([](Bounce& on) {
+    const Bytes host = pattern(1, 3 * kChunk);
+    Bytes home(host.size());
+    for (int round = 0; round < 2; ++round) {
+      void* const device = on.allocate(host.size());
+      const Token there = on.send(device, host);
+      const Token back = on.receive(home, device, {&there, 1});
+      EXPECT_EQ(on.transfer->stats().ringBytes, 2 * BounceRing::kChunks * kChunk);
+      on.transfer->trimRings();
+      EXPECT_EQ(on.transfer->stats().ringBytes, 0U);
+      EXPECT_TRUE(on.link.locked.empty());
+      back.wait();
+      on.sim.hostAccess(home.data(), home.size(), Access::Read);
+      EXPECT_EQ(home, host);
+      home.assign(home.size(), 0);
+    }
+  });
 }
 
 TEST(Bounce, WhereOthersHaveTheChunksACopyGoesOnWithItsOwn) {

@@ -80,12 +80,47 @@ TEST_F(ForecastTest, ALayerThatIsLeftOutOrComesTwiceCostsOneGuess) {
   fetch("ABCDEFABCDEFAB");
   EXPECT_EQ(next(2), "CD");
   fetch("D");
-  EXPECT_EQ(forecast.run(), 0U);
+  EXPECT_FALSE(forecast.foretold());
   EXPECT_EQ(next(2), "EF");
   fetch("EF");
-  EXPECT_EQ(forecast.run(), 2U);
+  EXPECT_TRUE(forecast.foretold());
   fetch("ABB");
+  EXPECT_FALSE(forecast.foretold());
+}
+
+TEST_F(ForecastTest, WhatIsNewDoesNotMoveThePlace) {
+  fetch("ABCDEFABCDEFAB");
+  EXPECT_EQ(forecast.run(), 7U);
+  fetch("X");
+  EXPECT_FALSE(forecast.foretold());
+  EXPECT_EQ(next(3), "CDE");
+  EXPECT_EQ(forecast.run(), 3U);
+  fetch("YZ");
+  EXPECT_EQ(next(3), "CDE");
   EXPECT_EQ(forecast.run(), 0U);
+  fetch("CD");
+  EXPECT_EQ(forecast.run(), 2U);
+}
+
+TEST_F(ForecastTest, AnExceptionHalvesTheRunAndAnotherOrderEndsIt) {
+  fetch("ABCDEFGHIJABCDEFGHIJAB");
+  EXPECT_EQ(forecast.run(), 11U);
+  fetch("D");
+  EXPECT_EQ(forecast.run(), 5U) << "one was left out";
+  fetch("C");
+  EXPECT_EQ(forecast.run(), 2U) << "and came after it";
+  fetch("J");
+  EXPECT_EQ(forecast.run(), 0U) << "this is far from there";
+  EXPECT_EQ(next(2), "AB");
+}
+
+TEST_F(ForecastTest, WhatHasBeenBeforeIsBelievedAtOnce) {
+  fetch("ABCDEABXDEABCDEABXDEABCDEAB");
+  EXPECT_EQ(next(1), "X");
+  fetch("C");
+  EXPECT_FALSE(forecast.foretold());
+  EXPECT_EQ(next(2), "DE");
+  EXPECT_EQ(forecast.run(), 4U) << "the past in common";
 }
 
 TEST_F(ForecastTest, LearnsANewOrder) {

@@ -5,6 +5,9 @@
 
 namespace offload::core_test {
 
+inline constexpr std::size_t kSteps = 60;
+inline constexpr std::size_t kMostBlocks = 6;
+inline constexpr std::size_t kMostPins = 8;
 inline constexpr std::size_t kMostBytes = 2048; // of a Block
 
 enum class Kind {
@@ -12,10 +15,11 @@ enum class Kind {
   Failing, // the same over a link that fails now and then
   Ordered, // most fetches come in an order that repeats, with exceptions, as a training step's do; every other link fails
   Batches, // the same with more and smaller Blocks and fewer exceptions: several are copied at once
+  Shared, // Blocks become memory that another process writes to, too; half of the programs are ordered, every other link fails
 };
 
-inline bool isOrdered(Kind kind) {
-  return kind == Kind::Ordered || kind == Kind::Batches;
+inline bool isOrdered(Kind kind, std::uint64_t seed) {
+  return kind == Kind::Ordered || kind == Kind::Batches || (kind == Kind::Shared && seed % 4 >= 2);
 }
 
 /// None, some, or what is free.
@@ -53,7 +57,7 @@ inline CoreOptions programOptions(SimRandom& random, std::uint64_t seed, Kind ki
   options.arena.sharedRegionBytes = std::size_t{4096} << random.below(3);
   options.arena.ownRegionBytes = random.oneIn(4) ? 1024 : 1 << 14;
   options.arena.poison = random.oneIn(4);
-  if (isOrdered(kind)) { // too little for all Blocks, and enough to look ahead
+  if (isOrdered(kind, seed)) { // too little for all Blocks, and enough to look ahead
     options.sim.deviceBytes = 1 << 16;
     options.cache.ringBytes = std::size_t{2048} << (seed % 3);
     options.cache.evictAtUnpin = false;

@@ -8,29 +8,19 @@
 #include <string>
 #include <utility>
 
-#include "batch_rig.h"
+#include "fuzz_model.h"
 #include "fuzz_options.h"
 #include "test_file.h"
 
 namespace offload::core_test {
 
-inline constexpr std::size_t kSteps = 60;
-inline constexpr std::size_t kMostBlocks = 6;
-inline constexpr std::size_t kMostPins = 8;
-
-struct Range {
-  std::size_t begin;
-  std::size_t bytes;
-};
-
 class Program {
-  using Rig = BasicRig<BatchLink>;
-
  public:
   Program(std::uint64_t seed, Kind kind)
       : random_(seed),
-        ordered_(isOrdered(kind)),
-        faulty_(kind == Kind::Failing || (ordered_ && seed % 2 == 1)),
+        ordered_(isOrdered(kind, seed)),
+        shared_(kind == Kind::Shared),
+        faulty_(kind == Kind::Failing || ((ordered_ || shared_) && seed % 2 == 1)),
         batches_(kind == Kind::Batches),
         rig_(programOptions(random_, seed, kind)) {
     for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
@@ -48,8 +38,8 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
-  std::size_t batchesCopied() const {
-    return rig_.link.batches.size();
+  Done done() const {
+    return {rig_.link.batches.size(), writesOfOthers_};
   }
 
   void run() {
@@ -81,31 +71,15 @@ class Program {
   }
 
  private:
-  struct Model {
-    Rig::BlockPtr block;
-    Bytes bytes;
-    bool known = true; // not after a failure has left the bytes unspecified
-    std::shared_ptr<void> foreign; // memory that is not the Arena's
-    HostLease lease;
-    Access access = Access::Read;
-
-    bool beingWritten() const {
-      return lease && access == Access::Write;
-    }
-  };
-  struct Held {
-    Pin pin;
-    std::optional<Bytes> expected;
-    std::size_t bytes;
-    std::vector<Stream> streams;
-  };
-
   void act() {
     if (batches_ && models_.size() < 4 * kMostBlocks) {
       return addBlock();
     }
     if (models_.empty() || (models_.size() < kMostBlocks && random_.oneIn(8))) {
       return addBlock();
+    }
+    if (shared_ && random_.oneIn(4)) {
+      return meet();
     }
     if (ordered_ && !random_.oneIn(batches_ ? 20 : 5)) {
       return fetchNext();
@@ -177,7 +151,9 @@ class Program {
     Model model;
     const std::size_t bytes = 1 + random_.below(batches_ ? kMostBytes / 4 : kMostBytes);
     model.bytes = value(bytes);
-    if (random_.oneIn(batches_ ? 16 : 4)) {
+    if (shared_ && random_.oneIn(2)) {
+      makeShared(model);
+    } else if (random_.oneIn(batches_ ? 16 : 4)) {
       if (bytes % 2 == 0) {
         const std::size_t offset = bytes % 100;
         Bytes contents(offset);
@@ -186,7 +162,7 @@ class Program {
         model.foreign = model.block->file;
       } else {
         auto memory = std::make_shared<Bytes>(model.bytes);
-        model.block = {new Block(memory->data(), bytes, BlockKind::Foreign, Born::Host, 0), Rig::Return{&rig_}};
+        model.block = {new Block(memory->data(), bytes, BlockKind::Foreign, Born::Host, 0), ProgramRig::Return{&rig_}};
         model.foreign = std::move(memory);
       }
     } else {
@@ -203,12 +179,61 @@ class Program {
   void forget(std::size_t index) {
     Model model = std::move(models_[index]);
     models_.erase(models_.begin() + static_cast<std::ptrdiff_t>(index));
+    letGo(std::move(model));
+  }
+
+  void letGo(Model model) {
     model.lease = {};
     if (model.foreign) {
       Block* const block = model.block.release();
       rig_.arena.keepAlive(std::move(model.foreign), rig_.cache.forget(*block));
       delete block;
     }
+  }
+
+  // ---- other processes
+
+  void makeShared(Model& model) {
+    model.block = rig_.newSharedBlock(rig_.arena.share(model.bytes.size(), Born::Host));
+    model.other = std::make_shared<OtherProcess>(*model.block->shared);
+    model.known = false;
+  }
+
+  /// Moves a Block to shared memory, or lets the other process use it.
+  void meet() {
+    Model& with = model();
+    if (with.other) return random_.oneIn(2) ? otherReads(with) : otherWrites(with);
+    if (with.beingWritten()) return;
+    HostLease from = rig_.cache.lease(*with.block, Access::Read);
+    rig_.sim.hostAccess(from.data(), with.bytes.size(), Access::Read);
+    Model moved;
+    moved.bytes = with.bytes;
+    makeShared(moved);
+    std::memcpy(moved.block->data, from.data(), with.bytes.size()); // which nobody else knows of yet
+    moved.known = with.known;
+    from = {};
+    letGo(std::exchange(with, std::move(moved)));
+  }
+
+  /// Every call of ours has left its bytes there.
+  void otherReads(const Model& from) {
+    check(!from.known || from.other->sees(from.bytes), "another process read other bytes");
+  }
+
+  /// Who doesn't tell it when his copies are done finds either value, or some of both, in what he has fetched, and never later.
+  void otherWrites(Model& to) {
+    rig_.link.fail(0);
+    if (random_.oneIn(2) || !to.known) {
+      rig_.cache.drain(false);
+    } else {
+      for (const auto& expected : to.copying) expected->reset();
+    }
+    to.copying.clear();
+    const Range part = range(to);
+    const Bytes bytes = value(part.bytes);
+    to.other->write(bytes, part.begin);
+    to.set(part, bytes);
+    ++writesOfOthers_;
   }
 
   // ---- memory
@@ -266,11 +291,9 @@ class Program {
     check(
         faulty_ || stats.dirtyBytes == 0 || stats.dirtyBytes + stats.stayingBytes <= rig_.cache.budget(on.device),
         "there is more that is Dirty than the budget allows");
-    Held held{std::move(pin), std::nullopt, part.bytes, {on}};
-    if (from.known) {
-      const auto begin = from.bytes.begin() + static_cast<std::ptrdiff_t>(part.begin);
-      held.expected = Bytes(begin, begin + static_cast<std::ptrdiff_t>(part.bytes));
-    }
+    Held held{std::move(pin), std::make_shared<std::optional<Bytes>>(), part.bytes, {on}};
+    if (from.known) *held.expected = from.at(part);
+    if (from.other) from.copying.push_back(held.expected);
     pins_.push_back(std::move(held));
     if (random_.oneIn(2)) {
       read(std::prev(pins_.end()));
@@ -286,7 +309,8 @@ class Program {
     }
     const void* const data = held->pin.data();
     auto body = [this, data, expected = held->expected] {
-      check(!expected || std::memcmp(data, expected->data(), expected->size()) == 0, "a kernel read other bytes");
+      const auto& bytes = *expected;
+      check(!bytes || std::memcmp(data, bytes->data(), bytes->size()) == 0, "a kernel read other bytes");
     };
     rig_.sim.launch(held->streams[random_.below(held->streams.size())], std::move(body), {{data, held->bytes}}, {});
   }
@@ -342,7 +366,7 @@ class Program {
     const bool knewTheRest = std::exchange(to.known, false) || part.bytes == to.bytes.size();
     rig_.cache.store(*to.block, {part.begin, part.begin + part.bytes}, borrowed.data, producer);
     to.known = knewTheRest;
-    std::copy(result.begin(), result.end(), to.bytes.begin() + static_cast<std::ptrdiff_t>(part.begin));
+    to.set(part, result);
     if (random_.oneIn(2)) {
       rig_.writeOnDevice(producer, borrowed.data, value(part.bytes));
     }
@@ -362,8 +386,7 @@ class Program {
     auto* const host = static_cast<unsigned char*>(to.block->data) + part.begin;
     rig_.sim.hostAccess(host, part.bytes, Access::Write);
     std::copy(bytes.begin(), bytes.end(), host);
-    std::copy(bytes.begin(), bytes.end(), to.bytes.begin() + static_cast<std::ptrdiff_t>(part.begin));
-    to.known = to.known || part.bytes == to.bytes.size();
+    to.set(part, bytes);
   }
 
   void writeHost(Model& to, Range part) {
@@ -454,20 +477,23 @@ class Program {
       rig_.arena.trim();
     }
     check(rig_.arena.stats().reserved == 0, "regions are left when everything is done");
+    check(rig_.arena.stats().shared == 0, "shared memory is left when everything is done");
     validate();
   }
 
   SimRandom random_;
   const bool ordered_;
+  const bool shared_;
   const bool faulty_;
   const bool batches_;
   std::size_t turn_ = 0;
   std::string wrong_;
-  Rig rig_;
+  ProgramRig rig_;
   std::vector<Stream> streams_; // three of each device, the first its null stream
   std::vector<Model> models_;
   std::vector<Held> pins_;
   std::uint64_t values_ = 0;
+  std::size_t writesOfOthers_ = 0;
 };
 
 } // namespace offload::core_test

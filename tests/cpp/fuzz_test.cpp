@@ -27,6 +27,7 @@ constexpr Regression kRegressionSeeds[] = {
     {4, Kind::Failing}, // an unpin that failed kept its Slot for good
     {6, Kind::Failing}, // a copy whose event was refused had no token
     {7, Kind::Failing}, // a Slot that was never listed outlived its Block, and pointed to it
+    {447, Kind::Shared}, // a write to shared memory that failed gave its source back before the producer was through with it
     {28, Kind::Failing}, // the host allocator lost what was pending when a token threw
 };
 
@@ -43,16 +44,18 @@ const char* nameOf(Kind kind) {
       return "AFailingLinkLosesNothing";
     case Kind::Ordered:
       return "OrdersThatRepeat";
-    default:
+    case Kind::Batches:
       return "OrdersThatAreCopiedInBatches";
+    default:
+      return "MemoryOfSeveralProcesses";
   }
 }
 
-bool runs(std::uint64_t seed, Kind kind, std::size_t* batches = nullptr) {
+bool runs(std::uint64_t seed, Kind kind, Done* done = nullptr) {
   try {
     Program program(seed, kind);
     program.run();
-    if (batches != nullptr) *batches += program.batchesCopied();
+    if (done != nullptr) done->add(program.done());
     return true;
   } catch (const std::exception& error) {
     ADD_FAILURE() << "seed " << seed << ": " << error.what() << "\n  OFFLOAD_FUZZ_FIRST=" << seed
@@ -61,16 +64,15 @@ bool runs(std::uint64_t seed, Kind kind, std::size_t* batches = nullptr) {
   }
 }
 
-/// How many batches of copies the programs made.
-std::size_t runSeeds(Kind kind, std::uint64_t seeds = kDefaultSeeds) {
+Done runSeeds(Kind kind, std::uint64_t seeds = kDefaultSeeds) {
   const std::uint64_t first = environmentNumber("OFFLOAD_FUZZ_FIRST", 0);
   const std::uint64_t count = environmentNumber("OFFLOAD_FUZZ_SEEDS", seeds);
   int failed = 0;
-  std::size_t batches = 0;
+  Done done;
   for (std::uint64_t seed = first; seed < first + count && failed < 5; ++seed) {
-    failed += !runs(seed, kind, &batches);
+    failed += !runs(seed, kind, &done);
   }
-  return batches;
+  return done;
 }
 
 TEST(Fuzz, Regressions) {
@@ -92,8 +94,13 @@ TEST(Fuzz, OrdersThatRepeat) {
 }
 
 TEST(Fuzz, OrdersThatAreCopiedInBatches) {
-  const std::size_t batches = runSeeds(Kind::Batches, kDefaultSeeds / 10);
+  const std::size_t batches = runSeeds(Kind::Batches, kDefaultSeeds / 10).batches;
   EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || batches > kDefaultSeeds / 10) << batches;
+}
+
+TEST(Fuzz, MemoryOfSeveralProcesses) {
+  const std::size_t writes = runSeeds(Kind::Shared, kDefaultSeeds / 2).writesOfOthers;
+  EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || writes > kDefaultSeeds) << writes;
 }
 
 } // namespace

@@ -23,10 +23,16 @@ struct Accounts : testing::Test {
     const AccountsStats now = accounts.stats();
     std::size_t bytes = 0;
     std::size_t count = 0;
+    std::size_t bytesEver = 0;
+    std::size_t countEver = 0;
     for (const AccountStats& account : now.purposes) {
       bytes += account.bytes;
       count += account.count;
+      bytesEver += account.bytesEver;
+      countEver += account.countEver;
     }
+    EXPECT_EQ(bytesEver, now.all.bytesEver);
+    EXPECT_EQ(countEver, now.all.countEver);
     EXPECT_EQ(bytes, now.all.bytes);
     EXPECT_EQ(count, now.all.count);
   }
@@ -64,6 +70,27 @@ TEST_F(Accounts, AClaimMovesTheBytesAndBothPeaksSayWhatHasBeen) {
   EXPECT_EQ(accounts.stats().all.bytesPeak, 120U); // no byte was counted twice on the way
   accounts.close(*first);
   EXPECT_EQ(of(Purpose::Parameter).bytes, 0U);
+  expectSum();
+}
+
+TEST_F(Accounts, WhatThereHasBeenCountsAsWhatItCameToBe) {
+  const auto weight = open(100);
+  const auto input = open(20);
+  accounts.claim(*weight, Purpose::Parameter);
+  EXPECT_EQ(of(Purpose::Parameter).bytesEver, 100U);
+  EXPECT_EQ(of(Purpose::Temporary).bytesEver, 20U);
+  EXPECT_EQ(of(Purpose::Temporary).countEver, 1U);
+  accounts.close(*weight);
+  accounts.close(*input);
+  const auto result = open(5, Purpose::Activation);
+  EXPECT_EQ(of(Purpose::Parameter).bytesEver, 100U);
+  EXPECT_EQ(of(Purpose::Parameter).countEver, 1U);
+  EXPECT_EQ(of(Purpose::Temporary).bytesEver, 20U);
+  EXPECT_EQ(of(Purpose::Activation).bytesEver, 5U);
+  EXPECT_EQ(accounts.stats().all.bytesEver, 125U);
+  EXPECT_EQ(accounts.stats().all.countEver, 3U);
+  accounts.resetPeaks();
+  EXPECT_EQ(accounts.stats().all.bytesEver, 125U);
   expectSum();
 }
 

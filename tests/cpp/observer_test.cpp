@@ -94,6 +94,31 @@ TEST(Observer, AMissAHitAndAnEviction) {
   }
 }
 
+TEST(Observer, AGradientSaysWhoseItIs) {
+  ObservedRig observed(0, 1 << 20);
+  Rig& rig = observed.rig;
+  const Stream stream = rig.sim.createStream(0);
+  const auto weight = rig.newBlock(pattern(1, 1000));
+  auto gradient = rig.newBlock(1000);
+  gradient->purpose = Purpose::Gradient;
+  gradient->gradientOf = weight->data;
+  rig.cache.adopt(*gradient, rig.newResult(stream, pattern(2, 1000)), stream);
+  rig.cache.fetch(*gradient, {0, 500}, stream);
+  rig.read(*gradient);
+  const DeviceBuffer result = rig.newResult(stream, pattern(3, 100));
+  rig.cache.store(*gradient, {0, 100}, result.data, stream);
+  rig.cache.fetch(*gradient, {0, 500}, stream);
+  gradient.reset();
+  for (const Activity each :
+       {Activity::Hit, Activity::Fetch, Activity::WriteBack, Activity::Store, Activity::Wait, Activity::Evict}) {
+    const auto seen = observed.log.of(each);
+    ASSERT_FALSE(seen.empty()) << static_cast<int>(each);
+    for (const Observation& one : seen) EXPECT_EQ(one.gradientOf, weight->data) << static_cast<int>(each);
+  }
+  rig.cache.fetch(*weight, {0, 1000}, stream);
+  EXPECT_EQ(observed.log.seen.back().gradientOf, nullptr);
+}
+
 TEST(Observer, AnEvictionSaysWhatItsBlockWas) {
   ObservedRig observed(0);
   Rig& rig = observed.rig;

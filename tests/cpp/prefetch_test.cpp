@@ -93,6 +93,24 @@ TEST_F(Prefetch, CopiesRunWhileTheHostWaits) {
   checkValues();
 }
 
+// Layers that begin with a small weight: what is ahead by then leaves no room in its half for one of the others.
+TEST_F(Prefetch, AnIdleLinkGetsACopyWithTheFirstFetch) {
+  make(10, 6);
+  layers_[0] = rig_->newBlock(pattern(0, kBytes / 8));
+  const auto step = [this] {
+    for (const auto& layer : layers_) (void)rig_->cache.fetch(*layer, {0, layer->bytes}, stream_);
+  };
+  for (int count = 0; count < 3; ++count) step();
+  rig_->sim.drain();
+  const std::uint64_t before = copies();
+  (void)rig_->cache.fetch(*layers_[0], {0, layers_[0]->bytes}, stream_);
+  EXPECT_EQ(copies(), before + 1);
+  (void)rig_->cache.fetch(*layers_[1], {0, kBytes}, stream_);
+  EXPECT_EQ(copies(), before + 1) << "the link has something to do";
+  EXPECT_EQ(stats().prefetchesWasted, 0U);
+  EXPECT_LE(stats().slotBytesPeak, 6 * kBytes);
+}
+
 TEST_F(Prefetch, TheRingIsNotExceeded) {
   make(10, 4);
   for (int step = 0; step < 4; ++step) {
@@ -147,6 +165,23 @@ TEST_F(Prefetch, ALayerThatIsLeftOutCostsOneCopy) {
   forward();
   EXPECT_LE(copies() - before, 21U);
   EXPECT_LE(stats().prefetchesWasted, 2U) << "the second time it was not expected";
+  checkValues();
+}
+
+// A wrong guess is one, however many copies had been made for it.
+TEST_F(Prefetch, APassThatIsCutShortIsForgotten) {
+  make(12, 8);
+  for (int step = 0; step < 3; ++step) forward();
+  for (std::size_t k = 0; k < 6; ++k) use(k);
+  const auto missesOfAPass = [this] {
+    const auto before = stats();
+    forward();
+    return stats().fetches - before.fetches - (stats().hits - before.hits);
+  };
+  EXPECT_LE(missesOfAPass(), 4U);
+  EXPECT_LE(missesOfAPass(), 2U) << "where the short one ended";
+  EXPECT_LE(missesOfAPass(), 2U);
+  EXPECT_EQ(missesOfAPass(), 0U);
   checkValues();
 }
 

@@ -158,7 +158,9 @@ TEST(Residency, APinnedSlotKeepsTheBytesThatItWasFetchedWith) {
 // ---- what stays and what goes
 
 TEST(Residency, TheSlotThatWasLetGoFirstGoesFirst) {
-  Rig rig(ringOf(4096));
+  CoreOptions options = ringOf(4096);
+  options.cache.prefetch = false; // nothing is expected
+  Rig rig(options);
   std::vector<Rig::BlockPtr> blocks;
   for (std::uint64_t i = 0; i < 5; ++i) {
     blocks.push_back(rig.newBlock(pattern(i, 1024)));
@@ -444,6 +446,19 @@ TEST(Residency, CopiesCanBeSlowedDown) {
         EXPECT_EQ(rig.read(*block), pattern(2, 1000));
       },
       options);
+}
+
+TEST(Residency, CountsTheBytesOfAllSlotsThatThereHaveBeen) {
+  Rig rig;
+  const auto block = rig.newBlock(pattern(1, 1000));
+  for (std::size_t round = 1; round < 4; ++round) {
+    (void)rig.cache.fetch(*block, {0, 512}, {});
+    (void)rig.cache.fetch(*block, {0, 512}, {});
+    EXPECT_EQ(rig.cache.stats(0).slotBytesEver, round * 512);
+    rig.cache.emptyCache(0);
+    rig.cache.resetPeaks(0);
+    EXPECT_EQ(rig.cache.stats(0).slotBytes, 0U);
+  }
 }
 
 } // namespace

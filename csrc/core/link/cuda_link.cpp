@@ -1,18 +1,23 @@
 #include "core/link/cuda_link.h"
 
 #include "core/error.h"
+#include "core/link/cuda_message.h"
 
 #include <cuda_runtime_api.h>
+
+#include <numeric>
+#include <optional>
 
 namespace offload {
 namespace {
 
 // Clears the error so that the next CUDA call of the process doesn't report ours.
-void check(cudaError_t code, const char* what) {
+void check(
+    cudaError_t code, const char* what, std::optional<int> device = std::nullopt,
+    std::optional<std::size_t> bytes = std::nullopt) {
   if (code == cudaSuccess) return;
   (void)cudaGetLastError();
-  throw Error(
-      std::string("offload: CUDA failed to ") + what + ": " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) + ").");
+  throw Error(messageOf({what, cudaGetErrorName(code), cudaGetErrorString(code), device, bytes}));
 }
 
 cudaStream_t native(Stream stream) {
@@ -27,7 +32,7 @@ class DeviceScope {
  public:
   explicit DeviceScope(int device) {
     check(cudaGetDevice(&previous_), "read the current device");
-    if (previous_ != device) check(cudaSetDevice(device), "select a device");
+    if (previous_ != device) check(cudaSetDevice(device), "select a device", device);
     changed_ = previous_ != device;
   }
   ~DeviceScope() {
@@ -76,7 +81,7 @@ class CudaLink final : public Link {
     RelaxedCapture relaxed;
     DeviceScope scope(device);
     cudaStream_t stream = nullptr;
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "create a stream");
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "create a stream", device);
     return {device, stream};
   }
 
@@ -88,7 +93,7 @@ class CudaLink final : public Link {
     RelaxedCapture relaxed;
     DeviceScope scope(device);
     cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "create an event");
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "create an event", device);
     return event;
   }
 
@@ -98,12 +103,12 @@ class CudaLink final : public Link {
 
   void record(Event event, Stream stream) override {
     DeviceScope scope(stream.device);
-    check(cudaEventRecord(native(event), native(stream)), "record an event");
+    check(cudaEventRecord(native(event), native(stream)), "record an event", stream.device);
   }
 
   void wait(Stream stream, Event event) override {
     DeviceScope scope(stream.device);
-    check(cudaStreamWaitEvent(native(stream), native(event), 0), "make a stream wait");
+    check(cudaStreamWaitEvent(native(stream), native(event), 0), "make a stream wait", stream.device);
   }
 
   bool query(Event event) override {
@@ -124,7 +129,9 @@ class CudaLink final : public Link {
 
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override {
     DeviceScope scope(stream.device);
-    check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, native(stream)), "copy to the device");
+    check(
+        cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, native(stream)), "copy to the device", stream.device,
+        bytes);
   }
 
   // Where this CUDA, or the driver, is older than the call: one call each.
@@ -153,7 +160,7 @@ class CudaLink final : public Link {
     const cudaError_t code =
         cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first, 1, &failed, native(stream));
 #endif
-    check(code, "copy to the device");
+    check(code, "copy to the device", stream.device, std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}));
 #else
     Link::copyAllToDevice(copies, stream);
 #endif
@@ -161,12 +168,13 @@ class CudaLink final : public Link {
 
   void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override {
     DeviceScope scope(stream.device);
-    check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, native(stream)), "copy to the host");
+    check(
+        cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, native(stream)), "copy to the host", stream.device, bytes);
   }
 
   void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) override {
     DeviceScope scope(stream.device);
-    check(cudaMemsetAsync(device, value, bytes, native(stream)), "fill device memory");
+    check(cudaMemsetAsync(device, value, bytes, native(stream)), "fill device memory", stream.device, bytes);
   }
 
   void launchHost(HostTask task, Stream stream) override {
@@ -177,7 +185,7 @@ class CudaLink final : public Link {
       (*owned)();
     };
     auto owned = std::make_unique<std::function<void()>>(std::move(task.run));
-    check(cudaLaunchHostFunc(native(stream), run, owned.get()), "launch a host task");
+    check(cudaLaunchHostFunc(native(stream), run, owned.get()), "launch a host task", stream.device);
     (void)owned.release();
   }
 
