@@ -28,6 +28,7 @@ from torch_offload.device import (  # noqa: E402
     memory_summary,
     set_budget,
     set_ring_bytes,
+    stats,
     synchronize,
 )
 from torch_offload.io.load import load  # noqa: E402
@@ -44,6 +45,7 @@ __all__ = [
     "on_host",
     "set_budget",
     "set_ring_bytes",
+    "stats",
     "synchronize",
     "trace",
 ]

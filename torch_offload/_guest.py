@@ -1,9 +1,10 @@
 """Keeps the defaults of PyTorch's Python code what they are without this package.
 
-Two of them fall on any PrivateUse1 backend that is registered, where there is no GPU or even beside one. That an offload tensor
-lives in host memory makes both wrong: the device has no kernels of its own, and a program has to ask for it by name.
+Some of them fall on any PrivateUse1 backend, where there is no GPU or even beside one. That an offload tensor
+lives in host memory makes them wrong: the device has no kernels of its own, and a program has to ask for it by name.
 """
 
+import functools
 import sys
 
 import torch
@@ -14,6 +15,7 @@ def leave_defaults_alone() -> None:
     """To be called once, after the backend is registered."""
     _leave_profiler_activities()
     _leave_available_device_type()
+    _leave_checkpoint_loader()
 
 
 def _leave_profiler_activities() -> None:
@@ -34,3 +36,14 @@ def _leave_available_device_type() -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("_get_available_device_type") is chosen:
             module._get_available_device_type = available_device_type
+
+
+def _leave_checkpoint_loader() -> None:
+    # Without a GPU, torch.distributed.checkpoint would copy its tensors on a stream of any backend that is available.
+    available = torch.offload.is_available
+
+    @functools.wraps(available)
+    def is_available() -> bool:
+        return sys._getframe(1).f_globals.get("__name__") != "torch.distributed.checkpoint.filesystem" and available()
+
+    torch.offload.is_available = is_available

@@ -4,18 +4,31 @@ import functools
 import gc
 import itertools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_offload import _C
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors inside of a wrapper, which has no memory of its own; of any other tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))
 
 
 def name_tensors(module: torch.nn.Module, prefix: str = "", replace: bool = True) -> None:
     """Names the offload parameters and buffers of a module; ``replace`` says what becomes of names that they have."""
     for name, tensor in itertools.chain(module.named_parameters(prefix), module.named_buffers(prefix)):
-        if tensor.device.type == "offload":
-            _C.name_tensor(tensor, name, replace)
+        if tensor.device.type != "offload":
+            continue
+        for part_name, part in _parts(name, tensor):
+            _C.name_tensor(part, part_name, replace)
 
 
 def name_all_modules() -> None:

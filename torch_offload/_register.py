@@ -7,10 +7,15 @@ import torch
 
 
 def register(extension: ModuleType) -> None:
-    """Registers the device. Called once, by the import of the package."""
+    """Registers the device. Called once, by the import of the package.
+
+    Raises:
+        ImportError: it can't be, and nothing has changed.
+    """
     from torch_offload import (
         _autocast,
         _backward,
+        _dlpack,
         _functions,
         _guest,
         _init,
@@ -20,13 +25,19 @@ def register(extension: ModuleType) -> None:
         _purposes,
         _serialization,
         _sharing,
+        compile,
         device,
     )
 
+    if hasattr(torch, "offload"):
+        raise ImportError(
+            f"torch_offload: torch.offload exists already ({torch.offload!r}), and the device's module needs that name; "
+            "import torch_offload once, and before what sets it."
+        )
+    extension.register_device()  # refuses, or begins
     torch.utils.rename_privateuse1_backend("offload")
     torch._register_device_module("offload", device)
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
-    extension.correct_accelerator()
     extension.intercept_operations()
     _guest.leave_defaults_alone()
     _serialization.register()
@@ -36,8 +47,10 @@ def register(extension: ModuleType) -> None:
     _names.register()
     _functions.register()
     _init.register()
+    _dlpack.register()
     _library.register()
     _autocast.register()
     _backward.register()
+    compile.register()
     # Before Python's own teardown: later a tensor's deleter may run when CUDA is gone.
     atexit.register(extension.drain, close=True)

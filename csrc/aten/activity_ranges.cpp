@@ -96,6 +96,10 @@ class ActivityRanges final : public Observer {
       auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
       if (!callbacks) return nullptr;
       std::string name = names().find(addressOf(observation.host), observation.bytes);
+      if (name.empty() && observation.gradientOf != nullptr) {
+        const std::string of = names().find(addressOf(observation.gradientOf), 1);
+        if (!of.empty()) name = "gradient of " + of;
+      }
       if (name.empty()) name = nameOf(observation.purpose);
       name = std::string("offload::") + verbOf(observation.activity) + " " + name + " [" + std::to_string(observation.bytes) +
           " B]";
@@ -115,6 +119,7 @@ Observer& activityRanges() {
 
 void nameTensor(const at::Tensor& tensor, const std::string& name, bool replace) {
   if (!isOffload(tensor) || !tensor.has_storage() || tensor.storage().nbytes() == 0) return;
+  if (tensor.storage().data() == nullptr) return; // a wrapper of other tensors
   const Extent extent = extentOf(tensor);
   if (extent.bytes() == 0) return;
   names().set(addressOf(blockOf(tensor.storage()).data) + extent.begin, extent.bytes(), name, replace);

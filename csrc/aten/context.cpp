@@ -60,9 +60,7 @@ Settings Settings::fromEnvironment() {
   settings.seed = environmentNumber("TORCH_OFFLOAD_SEED", settings.seed);
   settings.ringBytes = environmentNumber("TORCH_OFFLOAD_RING_BYTES", settings.ringBytes);
   const char* budget = std::getenv("TORCH_OFFLOAD_BUDGET");
-  if (budget != nullptr && *budget != '\0' && std::strcmp(budget, "auto") != 0) {
-    settings.budgetBytes = environmentNumber("TORCH_OFFLOAD_BUDGET", 0);
-  }
+  if (budget != nullptr && *budget != '\0') settings.budget = budget;
   settings.pinnedLimit = environmentNumber("TORCH_OFFLOAD_PINNED_LIMIT", settings.pinnedLimit);
   settings.evictAtUnpin = environmentNumber("TORCH_OFFLOAD_EVICT", 0) != 0;
   settings.prefetch = environmentNumber("TORCH_OFFLOAD_PREFETCH", 1) != 0;
@@ -122,6 +120,12 @@ Context::Context(const Settings& settings) {
     deviceBytes_ = cuda::totalMemory();
   }
   checkEnvironment(backend_);
+  std::optional<std::size_t> budget;
+  try {
+    budget = budgetOf(settings.budget, deviceBytes_);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK(false, "offload: TORCH_OFFLOAD_BUDGET can't be read: ", error.what());
+  }
   if (link_ && settings.fault) faults_ = std::make_unique<FaultLink>(*link_);
   ArenaOptions arena;
   arena.poison = settings.poison;
@@ -132,7 +136,7 @@ Context::Context(const Settings& settings) {
   if (!link_) return;
   ResidencyOptions options;
   options.ringBytes = settings.ringBytes > 0 ? settings.ringBytes : defaultRingBytes(backend_);
-  options.budgetBytes = settings.budgetBytes;
+  options.budgetBytes = budget;
   options.headroomBytes = headroomBytes(backend_);
   options.evictAtUnpin = settings.evictAtUnpin;
   options.prefetch = settings.prefetch;
@@ -143,8 +147,9 @@ Context::Context(const Settings& settings) {
   options.ringIsSet = settings.ringBytes > 0;
   options.warn = [](const std::string& sentence) { TORCH_WARN(sentence); };
   residency_ = std::make_unique<Residency>(*link(), options);
-  for (const auto& [what, bytes] : {std::pair{"ring", settings.ringBytes}, {"budget", settings.budgetBytes.value_or(0)}}) {
-    if (const std::string problem = problemOf(what, bytes, backend_, deviceBytes_); !problem.empty()) TORCH_WARN(problem);
+  for (const auto& [what, bytes] : {std::pair{"ring", settings.ringBytes}, {"budget", budget.value_or(0)}}) {
+    const std::string problem = problemOf(what, std::to_string(bytes) + " bytes", bytes, backend_, deviceBytes_);
+    if (!problem.empty()) TORCH_WARN(problem);
   }
   if (faults_) faults_->fail(*settings.fault);
   if (backend_ != Backend::Cuda) return;
@@ -268,14 +273,19 @@ c10::DeviceIndex deviceCount() noexcept {
 
 Block& blockOf(const c10::StorageImpl& storage) {
   const c10::DataPtr& data = storage.data_ptr();
-  if (data.device().type() == kOffload && data.get_context() == nullptr) {
-    // PyTorch wraps a storage's address anew where it writes one to a file.
-    if (Block* block = Context::get().blockAt(data.get())) return *block;
+  const bool here = data.device().type() == kOffload;
+  if (here && Context::ownsBlock(data)) return *static_cast<Block*>(data.get_context());
+  // PyTorch wraps a storage's address anew where it writes one to a file, and where it slices one.
+  if (Block* block = here ? Context::get().blockAt(data.get()) : nullptr;
+      block != nullptr && storage.nbytes() <= block->bytes) {
+    return *block;
   }
   TORCH_CHECK(
-      data.device().type() == kOffload && data.get_context() != nullptr, "offload: a storage of ", storage.nbytes(),
-      " bytes on ", data.device(), " is not memory of the offload device; move the tensor with .to(\"offload\").");
-  return *static_cast<Block*>(data.get_context());
+      !here, "offload: a storage of ", storage.nbytes(),
+      " bytes begins within the memory of another one; make a tensor over all of that one, and slice the tensor.");
+  TORCH_CHECK(
+      false, "offload: a storage of ", storage.nbytes(), " bytes on ", data.device(),
+      " is not memory of the offload device; move the tensor with .to(\"offload\").");
 }
 
 } // namespace offload

@@ -31,7 +31,7 @@ struct Settings {
   std::string link = "auto"; // "auto", "cuda", "sim" or "none"
   std::uint64_t seed = 0; // of the simulation
   std::size_t ringBytes = 0; // 0: chosen from the device's memory
-  std::optional<std::size_t> budgetBytes; // none: what is free
+  std::string budget = "auto"; // as budgetOf() reads it
   std::size_t pinnedLimit = SIZE_MAX;
   bool evictAtUnpin = false;
   bool prefetch = true;
@@ -118,6 +118,11 @@ class Context {
 
   /// Waits for every copy; `close` at interpreter exit, after which nothing touches the device any more.
   void drain(bool close) const;
+
+  /// Whether its context is a Block.
+  static bool ownsBlock(const c10::DataPtr& data) noexcept {
+    return data.get_deleter() == &deleteBlock;
+  }
 
  private:
   explicit Context(const Settings& settings);

@@ -24,6 +24,8 @@ using Relieve = std::size_t (*)(c10::DeviceIndex index, std::size_t free, std::s
 using GiveUp = void (*)(c10::DeviceIndex index);
 /// Has PyTorch's allocator ask when it has no block for a request, and tell when one has failed. To be called once.
 void relieveAllocatorBy(Relieve relieve, GiveUp giveUp);
+/// Gives what PyTorch's allocator keeps and nobody uses back to the driver; not while the calling thread captures a graph.
+void releaseCached();
 /// The Link over PyTorch's CUDA caching allocator.
 std::unique_ptr<Link> makeLink();
 

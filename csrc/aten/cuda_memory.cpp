@@ -160,6 +160,10 @@ std::size_t freeBytes(c10::DeviceIndex index) {
   return free + ledger().keptForUs(index, reserved - std::min(reserved, sumOf(stats.active_bytes)));
 }
 
+bool capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
 // Note [What the allocator asks for]
 // It calls back at every request that none of its free blocks serves, before it asks the driver, and doesn't say for how much. So
 // the answer goes by the last requests: twice the most that its memory has grown by from one call to the next, and a quarter of the
@@ -205,10 +209,6 @@ class Relief {
     std::atomic<std::uint64_t> rememberUntil{0};
   };
 
-  static bool capturing() {
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  }
-
   static constexpr std::size_t kLeastGrowth = std::size_t{256} << 20;
   const Relieve relieve_;
   const GiveUp giveUp_;
@@ -239,6 +239,10 @@ void relieveAllocatorBy(Relieve relieve, GiveUp giveUp) {
       });
 }
 
+void releaseCached() {
+  if (!capturing()) c10::cuda::CUDACachingAllocator::emptyCache();
+}
+
 std::unique_ptr<Link> makeLink() {
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
   return makeCudaLink(std::make_unique<CachingMemory>());
@@ -247,6 +251,8 @@ std::unique_ptr<Link> makeLink() {
 #else
 
 void relieveAllocatorBy(Relieve /*relieve*/, GiveUp /*giveUp*/) {}
+
+void releaseCached() {}
 
 std::unique_ptr<Link> makeLink() {
   throw Error("offload: this build has no CUDA support; install a CUDA build of torch and build torch_offload again.");

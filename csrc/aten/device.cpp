@@ -3,10 +3,14 @@
 // Note [A device without streams]
 // Host memory has no streams of its own: the order of copies is kept by Residency on the streams of the paired device. So the
 // guard has one constant default stream and events that have always happened, and autograd puts gradients of offload tensors on
-// whatever stream it runs on.
+// whatever stream it runs on. Whoever synchronizes either waits for all copies, as for the device. An event that measures time is
+// one of the paired device (events.h).
 #include "aten/cuda_glue.h"
+#include "aten/events.h"
 #include "aten/generator.h"
 #include "aten/tensors.h"
+#include "compat/accelerator.h"
+#include "compat/registration.h"
 
 #include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -35,13 +39,13 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (device.has_index()) setCurrentIndex(device.index());
   }
   c10::Stream getStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
+    return c10::Stream(c10::Stream::DEFAULT, withIndex(device));
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
+    return c10::Stream(c10::Stream::DEFAULT, withIndex(device));
   }
   c10::Stream getNewStream(c10::Device device, int /*priority*/) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
+    return c10::Stream(c10::Stream::DEFAULT, withIndex(device));
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return c10::Stream(c10::Stream::DEFAULT, stream.device());
@@ -49,21 +53,34 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   // Autograd runs the nodes of a device that isn't the CPU in a thread of its own, and starts as many as the guards report. With
   // such a thread a process can't fork and go on, nor always exit cleanly. So without a GPU no device is reported, and backward
   // runs on its caller's thread, as for CPU tensors: torch_offload/_backward.py.
+  // Unless PyTorch takes offload for its accelerator: then backward asks for a stream of each of its devices.
   c10::DeviceIndex deviceCount() const noexcept override {
-    return cuda::deviceCount();
+    return compat::isAccelerator() ? offload::deviceCount() : cuda::deviceCount();
   }
-  void destroyEvent(void* /*event*/, c10::DeviceIndex /*index*/) const noexcept override {}
-  void record(
-      void** /*event*/, const c10::Stream& /*stream*/, c10::DeviceIndex /*index*/, c10::EventFlag /*flag*/) const override {}
-  void block(void* /*event*/, const c10::Stream& /*stream*/) const override {}
-  bool queryEvent(void* /*event*/) const override {
-    return true;
+  void destroyEvent(void* event, c10::DeviceIndex /*index*/) const noexcept override {
+    events::destroy(event);
+  }
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex /*index*/, c10::EventFlag flag) const override {
+    events::record(*event, stream.device_index(), flag);
+  }
+  void block(void* event, const c10::Stream& /*stream*/) const override {
+    events::block(event);
+  }
+  bool queryEvent(void* event) const override {
+    return events::query(event);
+  }
+  double elapsedTime(void* from, void* to, c10::DeviceIndex /*index*/) const override {
+    return events::elapsed(from, to);
   }
   bool queryStream(const c10::Stream& /*stream*/) const override {
     return true;
   }
-  void synchronizeStream(const c10::Stream& /*stream*/) const override {}
-  void synchronizeEvent(void* /*event*/) const override {}
+  void synchronizeStream(const c10::Stream& stream) const override {
+    synchronizeDevice(stream.device_index());
+  }
+  void synchronizeEvent(void* event) const override {
+    events::synchronize(event);
+  }
   void synchronizeDevice(c10::DeviceIndex /*index*/) const override {
     if (Context* context = Context::ifCreated()) context->drain(false);
   }
@@ -100,6 +117,8 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   }
   // Page-locked memory of plain CPU tensors is CUDA's affair, with this package or without it.
   c10::Allocator* getPinnedMemoryAllocator() const override {
+    TORCH_CHECK(
+        cuda::deviceCount() > 0, "offload: there is no GPU that memory could be page-locked for; leave pin_memory out.");
     return at::globalContext().getAcceleratorHooksInterface(c10::kCUDA).getPinnedMemoryAllocator();
   }
   bool isPinnedPtr(const void* data) const override {
@@ -118,14 +137,12 @@ class Hooks final : public at::PrivateUse1HooksInterface {
 
 } // namespace
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
-
 namespace {
-const bool registered = [] {
+const compat::Registration device(+[] {
+  const c10::impl::DeviceGuardImplRegistrar guard(kOffload, new Guard());
   c10::SetAllocator(kOffload, offloadAllocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks());
-  return true;
-}();
+});
 } // namespace
 
 } // namespace offload

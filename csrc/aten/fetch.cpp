@@ -1,5 +1,7 @@
 #include "aten/fetch.h"
 
+#include "aten/refusals.h"
+#include "compat/released_storage.h"
 #include "core/error.h"
 
 #include <c10/core/InferenceMode.h>
@@ -60,12 +62,12 @@ std::shared_ptr<void> keep(const c10::Storage& storage) {
   return std::make_shared<c10::Storage>(storage);
 }
 
-void checkDense(const at::Tensor& value) {
+void checkTarget(c10::Device target) {
+  const Backend backend = Context::get().backend();
+  const bool known = isCached(target) ? target == pairedDevice(std::max<c10::DeviceIndex>(0, target.index())) : target.is_cpu();
   TORCH_CHECK(
-      value.layout() == c10::kStrided && value.has_storage(), "offload: a tensor of shape ", value.sizes(), " and layout ",
-      value.layout(),
-      " can't live on the offload device; offload tensors are dense, make it one with "
-      ".to_dense() or keep it on the CPU or on CUDA.");
+      known, "offload: a tensor can't be fetched to ", target, ", which is neither the CPU nor a device that computes here",
+      backend == Backend::Cuda ? "." : " (there is no GPU).");
 }
 
 // A leaf that a user made without a module: what requires gradients, and no operation has made, is a parameter.
@@ -73,6 +75,16 @@ void claimLeaf(const at::Tensor& offload) {
   if (!offload.requires_grad() || offload.storage().nbytes() == 0) return;
   Block& block = blockOf(offload.storage());
   if (block.purpose == Purpose::Temporary && offload.is_leaf()) Context::get().accounts().claim(block, Purpose::Parameter);
+}
+
+// A copy takes whole ranges of bytes.
+void warnOfGaps(const at::Tensor& offload, const Extent& extent) {
+  const auto used = static_cast<std::size_t>(offload.numel()) * static_cast<std::size_t>(offload.element_size());
+  if (extent.bytes() < kLargeBytes || extent.bytes() / 2 < used) return;
+  TORCH_WARN_ONCE(
+      "offload: an operation fetches a tensor of shape ", offload.sizes(), " and strides ", offload.strides(), ", whose ", used,
+      " bytes lie apart: all ", extent.bytes(),
+      " bytes between the first and the last travel. Where it is used often, keep a copy, tensor.contiguous(). (Said once.)");
 }
 
 bool coversItsStorage(const at::Tensor& value) {
@@ -106,6 +118,8 @@ c10::Device pairedDevice(c10::DeviceIndex index) {
 }
 
 at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
+  if (target.is_cpu() && Context::get().backend() != Backend::Sim) target = c10::Device(c10::kCPU); // no cache by that name
+  checkTarget(target);
   checkDense(offload);
   claimLeaf(offload);
   // What autograd may not save of the source it may not save of the fetched tensor.
@@ -114,6 +128,7 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   at::Tensor result;
   if (isCached(target)) {
     const Extent extent = existingExtentOf(offload).aligned();
+    warnOfGaps(offload, extent);
     const auto item = static_cast<std::size_t>(offload.element_size());
     c10::Storage storage(c10::Storage::use_byte_size_t(), extent.bytes(), fetchBytes(offload, extent, target), nullptr, false);
     const auto shift = offload.numel() == 0 ? 0 : offload.storage_offset() - static_cast<std::int64_t>(extent.begin / item);
@@ -125,29 +140,33 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   return result;
 }
 
-at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose) {
+at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf) {
   checkDense(value);
   const auto strides =
       value.is_non_overlapping_and_dense() ? c10::DimVector(value.strides()) : c10::contiguous_strides(value.sizes());
   const Born born = isCached(computed) ? Born::Device : Born::Host;
   auto result = emptyOffload(value.sizes(), strides, value.scalar_type(), home, born, purpose);
+  if (gradientOf != nullptr && result.storage().nbytes() > 0) blockOf(result.storage()).gradientOf = gradientOf;
   result.copy_(value);
   return result;
 }
 
-at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose) {
+at::Tensor stashResult(
+    const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf) {
   checkDense(value);
   Context& context = Context::get();
   const auto& storage = value.storage();
   const bool onDevice = isCached(computed);
   // Zeros that autograd made for nobody to look at have no memory.
   if (value._is_zerotensor() || !coversItsStorage(value) || isFetched(value) || (context.hasCache() && !onDevice))
-    return stashCopy(value, home, computed, purpose);
+    return stashCopy(value, home, computed, purpose, gradientOf);
   home = withIndex(home);
   c10::DataPtr data;
   if (onDevice) {
     data = context.newBlock(storage.nbytes(), home.index(), Born::Device, purpose);
-    adoptBytes(*static_cast<Block*>(data.get_context()), value);
+    auto& block = *static_cast<Block*>(data.get_context());
+    block.gradientOf = gradientOf;
+    adoptBytes(block, value);
   } else {
     data = context.foreignBlock(const_cast<void*>(storage.data()), storage.nbytes(), home.index(), keep(storage), purpose);
   }
@@ -171,13 +190,13 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value) {
 }
 
 bool isFetched(const at::Tensor& tensor) {
-  const auto deleter = tensor.storage().data_ptr().get_deleter();
+  const auto deleter = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter();
   return deleter == &deleteFetched || deleter == &deleteAliased;
 }
 
 bool useFetchedOn(const at::Tensor& tensor, Stream stream) {
   if (!tensor.has_storage()) return false;
-  const c10::DataPtr& data = tensor.storage().data_ptr();
+  const c10::DataPtr& data = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
   if (data.get_deleter() != &deleteFetched) return false;
   auto* memory = static_cast<FetchedMemory*>(data.get_context());
   std::lock_guard lock(memory->mutex);
@@ -186,18 +205,21 @@ bool useFetchedOn(const at::Tensor& tensor, Stream stream) {
 }
 
 void releaseFetched(const at::Tensor& fetched) {
-  auto* storage = fetched.storage().unsafeGetStorageImpl();
+  auto& storage = *fetched.storage().unsafeGetStorageImpl();
+  if (storage.nbytes() == 0) return; // nothing to read
   // The Pin goes with the old pointer.
-  storage->set_data_ptr_noswap({nullptr, storage->device()});
-  storage->set_nbytes(0);
+  compat::releaseMemory(
+      storage,
+      "offload: this tensor is what an operation has saved of an offload operand, and it has memory only while its "
+      "backward runs; read the operand itself, or run the forward in "
+      "torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), which keeps it.");
 }
 
 void refillFetched(const at::Tensor& fetched, const at::Tensor& offload) {
-  auto* storage = fetched.storage().unsafeGetStorageImpl();
-  const Extent extent = existingExtentOf(offload).aligned();
+  auto& storage = *fetched.storage().unsafeGetStorageImpl();
+  if (!compat::isReleased(storage)) return;
   const c10::Device target = fetched.is_cuda() ? fetched.device() : pairedDevice(0);
-  storage->set_data_ptr_noswap(fetchBytes(offload, extent, target));
-  storage->set_nbytes(extent.bytes());
+  compat::giveMemory(storage, fetchBytes(offload, existingExtentOf(offload).aligned(), target));
 }
 
 } // namespace offload

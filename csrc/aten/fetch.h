@@ -10,6 +10,9 @@ namespace offload {
 /// names the host itself: the result is an alias of the host bytes, which holds a HostLease that reads.
 at::Tensor fetchTo(const at::Tensor& offload, c10::Device target);
 
+/// From here on a user is told of bytes that travel, or of work that is done on the host, without need.
+constexpr std::size_t kLargeBytes = std::size_t{16} << 20;
+
 /// Whether a fetch to this target goes through the cache.
 bool isCached(c10::Device target);
 
@@ -17,12 +20,15 @@ bool isCached(c10::Device target);
 c10::Device pairedDevice(c10::DeviceIndex index);
 
 /// An offload tensor with the value of `value`, which the caller keeps: nothing of its memory is held on to. It was born where
-/// `computed`, a target of fetchTo(), is.
-at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose = Purpose::Temporary);
+/// `computed`, a target of fetchTo(), is. For `gradientOf` see Block.
+at::Tensor stashCopy(
+    const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose = Purpose::Temporary,
+    const void* gradientOf = nullptr);
 
 /// The same for a result that nobody else will write to, made on the target `computed`: where that is a device, the memory becomes
 /// a Slot of the new Block, with no copy there; on a machine without one, the Block's host bytes.
-at::Tensor stashResult(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose);
+at::Tensor stashResult(
+    const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf = nullptr);
 
 /// Makes such a result the value of an offload tensor that is all of its storage; false where it isn't, and nothing happened.
 bool replaceValue(const at::Tensor& offload, const at::Tensor& value);

@@ -21,11 +21,13 @@ class OffloadGenerator final : public c10::GeneratorImpl {
   void set_current_seed(std::uint64_t seed) override {
     cpu_.set_current_seed(seed);
   }
+  // A CPU generator has none and refuses both calls. torch.Generator's pickle, and so its copy, carries an offset for every other
+  // device: 0 stands for none.
   void set_offset(std::uint64_t offset) override {
-    cpu_.set_offset(offset);
+    if (offset != 0) cpu_.set_offset(offset);
   }
   std::uint64_t get_offset() const override {
-    return cpu_.get_offset();
+    return 0;
   }
   std::uint64_t current_seed() const override {
     return cpu_.current_seed();

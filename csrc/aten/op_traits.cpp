@@ -249,7 +249,11 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
     }
     arguments.push_back(traits);
   }
-  if (writes && !kForwardWrites.contains(schema.name())) {
+  // An operation that makes something new computes, and what it writes to beside, as batch norm does, follows.
+  const bool makes = std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& result) {
+    return result.alias_info() == nullptr && holdsTensors(kindOf(result));
+  });
+  if (writes && !makes && !kForwardWrites.contains(schema.name())) {
     effect = Effect::InPlace;
   } else if (kMovements.contains(schema.name())) {
     effect = Effect::Movement;
@@ -278,18 +282,18 @@ Operands OpTraits::operands(const torch::jit::Stack& stack) const {
   Operands found;
   const auto values = torch::jit::last(stack, arguments.size());
   for (std::size_t k = 0; k < arguments.size(); ++k) {
-    const bool written = arguments[k].written;
+    const auto& argument = arguments[k];
     const auto& value = values[k];
     if (value.isTensor()) {
-      found.add(value.toTensor(), written);
-    } else if (arguments[k].kind == ArgumentKind::Generator && value.isGenerator()) {
+      found.add(value.toTensor(), argument.written, argument.out);
+    } else if (argument.kind == ArgumentKind::Generator && value.isGenerator()) {
       const auto type = value.toGenerator().device().type();
       found.hostGenerator = type == c10::kCPU || type == kOffload;
-    } else if (arguments[k].kind == ArgumentKind::TensorList && value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorList()) found.add(tensor, written);
-    } else if (arguments[k].kind == ArgumentKind::OptionalTensorList && value.isList()) {
+    } else if (argument.kind == ArgumentKind::TensorList && value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) found.add(tensor, argument.written, argument.out);
+    } else if (argument.kind == ArgumentKind::OptionalTensorList && value.isList()) {
       for (const c10::IValue& item : value.toListRef()) {
-        if (item.isTensor()) found.add(item.toTensor(), written);
+        if (item.isTensor()) found.add(item.toTensor(), argument.written, argument.out);
       }
     }
   }

@@ -14,21 +14,22 @@ constexpr c10::DispatchKeySet kWrapperKeys(
 
 } // namespace
 
-void Operands::add(const at::Tensor& tensor, bool written) {
+void Operands::add(const at::Tensor& tensor, bool written, bool out) {
   if (!tensor.defined()) return;
   const c10::Device device = tensor.device();
   requiresGrad = requiresGrad || tensor.requires_grad();
   const bool plain = !tensor.key_set().has_any(kWrapperKeys);
   wrapped = wrapped || !plain;
-  const bool dims = tensor.dim() > 0;
+  const bool dims = tensor.dim() > 0 && !out; // an `out=` takes the shape of the result
   foreign = foreign || device.type() != kOffload;
   switch (device.type()) {
     case kOffload: {
       if (!offload) index = device.index();
       offload = true;
       offloadDims = offloadDims || dims;
-      offloadTarget = offloadTarget || written;
-      if (!plain || tensor.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) || !tensor.has_storage() ||
+      const bool traced = tracing();
+      deviceBorn = deviceBorn || traced; // a graph moves, too, where it computes
+      if (!plain || traced || tensor.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) || !tensor.has_storage() ||
           tensor.storage().nbytes() == 0)
         return;
       const bool onDevice = blockOf(tensor.storage()).born == Born::Device;
@@ -52,9 +53,9 @@ void Operands::add(const at::Tensor& tensor, bool written) {
 Placement place(const Operands& operands, Effect effect) {
   const c10::Device home(kOffload, operands.index);
   if (operands.cuda) return {*operands.cuda, false, home};
-  const bool plainTarget = operands.plainTarget && !operands.offloadTarget;
-  if (plainTarget && operands.plainTarget->is_cuda()) return {*operands.plainTarget, false, home};
-  if (operands.cpu || plainTarget) {
+  // What is written to elsewhere decides, of whatever size: a kernel writes to one device.
+  if (operands.plainTarget && operands.plainTarget->is_cuda()) return {*operands.plainTarget, false, home};
+  if (operands.cpu || operands.plainTarget) {
     const Context& context = Context::get();
     // On the simulated link CPU tensors play CUDA's part.
     return {context.backend() == Backend::Sim ? pairedDevice(0) : c10::Device(c10::kCPU), false, home};

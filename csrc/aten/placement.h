@@ -6,7 +6,7 @@
 // where the operand was born, and what is changed in place is changed where it was born. Where something was born never changes,
 // so no result depends on what the cache holds. A movement whose gradient is asked for counts as a new value: backward adds what
 // was read more than once, and sums have the device's bits. Within an optimizer's step, or torch_offload.on_host(), all of this is on the
-// host. 0-dim tensors count as nothing beside tensors with dims, unless they alone are written to.
+// host. 0-dim tensors count as nothing beside tensors with dims, unless they are written to.
 #pragma once
 
 #include "aten/context.h"
@@ -22,8 +22,7 @@ struct Operands {
   bool offload = false; // any offload tensor
   bool deviceBorn = false; // any whose Block was born on a device
   bool targetDeviceBorn = false; // one that is written to
-  bool offloadTarget = false; // an offload tensor that is written to
-  std::optional<c10::Device> plainTarget; // of another that is
+  std::optional<c10::Device> plainTarget; // of a tensor elsewhere that is
   bool requiresGrad = false; // any operand, wherever it lives
   bool wrapped = false; // tensor subclasses and functorch's wrappers, which only the kernel below can open
   std::optional<c10::Device> cuda; // of a CUDA tensor with dims
@@ -34,7 +33,7 @@ struct Operands {
   bool offloadDims = false; // an offload tensor with dims
   c10::DeviceIndex index = 0; // of the first offload tensor
 
-  void add(const at::Tensor& tensor, bool written);
+  void add(const at::Tensor& tensor, bool written, bool out);
 };
 
 struct Placement {

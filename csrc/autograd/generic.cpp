@@ -9,17 +9,19 @@
 #include "aten/fetch.h"
 #include "aten/host_kernel.h"
 #include "aten/op_traits.h"
+#include "aten/refusals.h"
 #include "autograd/nodes.h"
 #include "autograd/operation_watch.h"
 #include "autograd/release_refill.h"
 #include "compat/quiet_registration.h"
+#include "compat/registration.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/library.h>
 
 #include <mutex>
+#include <set>
 
 namespace offload {
 namespace {
@@ -33,6 +35,22 @@ std::mutex fallbacksMutex;
 std::map<std::string, std::uint64_t>& fallbacks() {
   static auto* instance = new std::map<std::string, std::uint64_t>();
   return *instance;
+}
+
+void countFallback(const c10::OperatorHandle& op, const Stack& arguments) {
+  std::size_t bytes = 0;
+  for (const auto& argument : arguments) {
+    if (argument.isTensor() && argument.toTensor().defined()) bytes += argument.toTensor().nbytes();
+  }
+  {
+    std::lock_guard lock(fallbacksMutex);
+    static auto* told = new std::set<std::string>();
+    ++fallbacks()[op.schema().name()];
+    if (bytes < kLargeBytes || !told->insert(op.schema().name()).second) return;
+  }
+  TORCH_WARN(
+      "offload: ", op.schema().name(), " has no CUDA kernel for its operands of ", bytes,
+      " bytes and computes on the CPU, on offload tensors alone; torch_offload.stats()[\"host_fallbacks\"] counts the calls.");
 }
 
 // An operand that is written to where it isn't at home: the operation gets a copy, and the operand is then copied from.
@@ -53,7 +71,7 @@ void copyBack(const Written& written, c10::Device computed) {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   if (written.argument.hidden) below.emplace();
   if (written.argument.out && written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
-  const bool replaced = !recordsGraph() && replaceValue(written.source, written.work);
+  const bool replaced = !recordsGraph() && !tracing() && replaceValue(written.source, written.work);
   if (!replaced && !rewrite(written.source, written.work, computed)) {
     const_cast<at::Tensor&>(written.source).copy_(written.work);
   }
@@ -85,7 +103,8 @@ void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Pl
     for (const auto& written : writes) {
       if (result.is_same(written.work)) return written.source;
     }
-    if (!placement.toOffload) return result;
+    // Of an operation on CUDA too some results are on the CPU: the state of a generator, sizes of a batch.
+    if (!placement.toOffload || (placement.compute.is_cuda() && !result.is_cuda())) return result;
     for (const auto& [source, value] : fetched) {
       if (result.is_same(value)) return source;
     }
@@ -100,16 +119,38 @@ void runFetched(const c10::OperatorHandle& op, const OpTraits& traits, Placement
     return callFetched(op, traits, placement, stack);
   } catch (const c10::NotImplementedError&) {
     // The paired device has no kernel for it (integer matmul, say).
-    std::lock_guard lock(fallbacksMutex);
-    ++fallbacks()[op.schema().name()];
+    countFallback(op, arguments);
   }
   stack.assign(arguments.begin(), arguments.end());
   placement.compute = c10::Device(c10::kCPU);
   callFetched(op, traits, placement, stack);
 }
 
+// Of `_to_copy`: whether it widens values of one byte, which is how packed weights are unpacked. On the device, only what is packed
+// has to travel.
+bool unpacks(const OpTraits& traits, const Stack& stack) {
+  const auto arguments = torch::jit::last(stack, traits.arguments.size());
+  const auto to = arguments[1].toOptional<at::ScalarType>();
+  const auto from = arguments[0].toTensor().scalar_type();
+  return to && from != at::kBool && c10::elementSize(from) == 1 && c10::elementSize(*to) > 1;
+}
+
+// A copy that changes devices has a kernel of its own, and so has a cast of what was born on the host, unless it unpacks.
+bool convertsElsewhere(const OpTraits& traits, const Operands& operands, const Stack& stack) {
+  if (!traits.convertsDevice) return false;
+  return traits.leavesDevice(stack) || !(operands.deviceBorn || (unpacks(traits, stack) && !HostScope::active()));
+}
+
+// A cast that is made here was born on the device, or is a new value.
+Effect placedEffect(const OpTraits& traits) {
+  return traits.convertsDevice ? Effect::NewValue : traits.effect;
+}
+
 void runBelowAutograd(const c10::OperatorHandle& op, const OpTraits& traits, const Operands& operands, Stack& stack) {
-  const Placement placement = place(operands, traits.effect);
+  Placement placement = place(operands, placedEffect(traits));
+  if (traits.effect == Effect::InPlace && placement.toOffload && !op.hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
+    placement.compute = pairedDevice(placement.home.index()); // where alone there is a kernel for it
+  }
   if (traits.effect == Effect::InPlace && !isCached(placement.compute)) {
     runOnHost(op, traits, stack, [&placement](const at::Tensor& result) {
       return placement.toOffload ? stash(result, placement.home, placement.compute) : result;
@@ -140,13 +181,12 @@ class AutogradKernel final : public c10::OperatorKernel {
     if (watch().isBehind()) watch().catchUp();
     const Operands operands = traits_->operands(*stack);
     if (!operands.offload || (operands.wrapped && !tracing())) return callBelow(op, keys, stack);
-    // A cast is made where the operand was born; what changes devices is a copy.
-    if (traits_->convertsDevice && (!operands.deviceBorn || traits_->leavesDevice(*stack))) return callBelow(op, keys, stack);
+    if (convertsElsewhere(*traits_, operands, *stack)) return callBelow(op, keys, stack);
     // Its parts are intercepted. A write is made whole where its target was born, not in parts here and there.
     const bool late = !below_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
     const bool whole = operands.foreign || (traits_->effect == Effect::InPlace && !late);
     if ((traits_->decomposes || late) && !whole) return callBelow(op, keys, stack);
-    const Placement placement = placeAboveAutograd(operands, traits_->effect);
+    const Placement placement = placeAboveAutograd(operands, placedEffect(*traits_));
     // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.
     if (traits_->effect == Effect::InPlace && (placement.toOffload || !(isCached(placement.compute) || recordsGraph()))) {
       // A composite one has none.
@@ -191,7 +231,10 @@ class BackendKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Operands operands = traits_->operands(*stack);
-    // In inference mode a composite operation comes here first.
+    // In inference mode a composite operation comes here first, and so does a cast.
+    if (convertsElsewhere(*traits_, operands, *stack)) {
+      return op.getComputedKernelForDispatchKey(DispatchKey::HPU).callBoxed(op, keys, stack);
+    }
     const bool whole = operands.foreign || traits_->effect == Effect::InPlace;
     if (traits_->decomposes && !whole) return kernelBelow(op).callBoxed(op, keys, stack);
     runBelowAutograd(op, *traits_, operands, *stack);
@@ -200,6 +243,17 @@ class BackendKernel final : public c10::OperatorKernel {
  private:
   const std::shared_ptr<const OpTraits> traits_;
 };
+
+// Sparse tensors elsewhere are operands beside offload ones as any are; in a call with autograd they are served above.
+void sparseFallback(const c10::OperatorHandle& op, Stack* stack) {
+  const OpTraits traits(op);
+  const Operands operands = traits.operands(*stack);
+  const auto& name = op.schema().name();
+  const bool makes = op.hasKernelForDispatchKey(DispatchKey::BackendSelect);
+  const bool copies = name.starts_with("offload::") || name.starts_with("aten::_copy_from");
+  if (!operands.offload || !operands.foreign || makes || copies) refuseLayoutOf(op, *stack);
+  runBelowAutograd(op, traits, operands, *stack);
+}
 
 // For operations that were defined later and are called before the watch has caught up.
 void backendFallback(const c10::OperatorHandle& op, Stack* stack) {
@@ -221,7 +275,7 @@ OperationWatch::Kernels kernelsFor(const c10::OperatorHandle& op, bool late) {
       op.hasKernelForDispatchKey(DispatchKey::Autograd)) {
     kernels.emplace_back(DispatchKey::AutogradPrivateUse1, boxed<AutogradKernel>(op, traits, late));
   }
-  if (!traits->convertsDevice) kernels.emplace_back(DispatchKey::PrivateUse1, boxed<BackendKernel>(traits));
+  kernels.emplace_back(DispatchKey::PrivateUse1, boxed<BackendKernel>(traits));
   return kernels;
 }
 
@@ -257,11 +311,19 @@ std::map<std::string, std::uint64_t> hostFallbacks() {
 }
 
 // Autocast's work for offload tensors is done by the device that they are fetched to.
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+OFFLOAD_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+OFFLOAD_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&sparseFallback>());
+}
+
+OFFLOAD_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&sparseFallback>());
+}
+
+OFFLOAD_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&backendFallback>());
 }
 

@@ -3,14 +3,15 @@
 #include "aten/fetch.h"
 #include "aten/placement.h"
 #include "compat/make_node.h"
+#include "compat/registration.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/library.h>
 
 #include <utility>
 
@@ -44,40 +45,57 @@ bool isSoleOwner(const at::Tensor& gradient) {
 // pass a gradient on the moment they get it: gradients meet, and hooks run, in the order that they have without offload.
 constexpr std::uint64_t kAtOnce = UINT64_MAX;
 
-thread_local bool makesGradient = false;
+struct MadeGradient {
+  bool is = false;
+  const void* of = nullptr; // see Block::gradientOf
+};
+thread_local MadeGradient madeGradient;
 
 // Within it what is stashed is a gradient, though grad mode is on.
 struct BackwardScope {
-  BackwardScope() : before(std::exchange(makesGradient, true)) {}
+  explicit BackwardScope(const void* gradientOf) : before(std::exchange(madeGradient, {true, gradientOf})) {}
   ~BackwardScope() {
-    makesGradient = before;
+    madeGradient = before;
   }
-  const bool before;
+  const MadeGradient before;
 };
 
 // A backward that records no graph makes gradients alone; one that does may also be computing a checkpoint's activations anew.
 Purpose purposeOfResult() {
   if (HostScope::active()) return Purpose::Temporary;
   const bool backward = torch::autograd::get_current_graph_task_id() != -1 && !at::GradMode::is_enabled();
-  return makesGradient || backward ? Purpose::Gradient : Purpose::Activation;
+  return madeGradient.is || backward ? Purpose::Gradient : Purpose::Activation;
 }
 
 struct FetchBackward final : Node {
   FetchBackward() : Node(kAtOnce) {}
   c10::Device home{kOffload};
   c10::Device target{c10::kCPU};
+  const void* source = nullptr; // see Block::gradientOf
 
   variable_list apply(variable_list&& inputs) override {
     at::Tensor gradient = std::move(inputs[0]);
     inputs.clear();
     if (!gradient.defined() || !task_should_compute_output(0)) return {at::Tensor()};
     if (tracing()) return {callStash(gradient, home)};
+    TORCH_CHECK(
+        gradient.layout() == c10::kStrided, "offload: the gradient of an offload tensor of shape ", gradient.sizes(),
+        " is of layout ", gradient.layout(),
+        ", and gradients on offload are dense; leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep that weight "
+        "on the "
+        "CPU or on CUDA.");
     // A gradient that nobody else holds gives its memory away.
     if (!isSoleOwner(gradient) || torch::autograd::GradMode::is_enabled()) {
-      const BackwardScope backward;
+      const BackwardScope backward(source);
       return {callStash(gradient, home)};
     }
-    return {stashResult(gradient, home, target, Purpose::Gradient)};
+    return {stashResult(gradient, home, target, becomesGradient() ? Purpose::Gradient : Purpose::Temporary, source)};
+  }
+
+  // Or goes on to other operations, or is added to a gradient that there is.
+  bool becomesGradient() const {
+    const auto* sink = dynamic_cast<const torch::autograd::AccumulateGrad*>(next_edge(0).function.get());
+    return sink != nullptr && !sink->variable.grad().defined();
   }
   std::string name() const override {
     return "FetchBackward";
@@ -119,10 +137,17 @@ at::Tensor fetchAutograd(const at::Tensor& self, c10::Device target) {
     auto node = nodeFor<FetchBackward>(self);
     node->home = self.device();
     node->target = target;
+    if (!tracing() && self.has_storage() && self.storage().nbytes() > 0) {
+      const auto offset = self.storage_offset() * static_cast<std::int64_t>(self.element_size());
+      node->source = static_cast<const std::byte*>(blockOf(self.storage()).data) + offset;
+    }
     torch::autograd::set_history(result, node);
   } else if (self.requires_grad()) {
     // PyTorch picks algorithms by it without grad mode too (matmul folds its batch).
     result.set_requires_grad(true);
+  }
+  if (const at::Tensor& tangent = self._fw_grad(0); tangent.defined()) {
+    result._set_fw_grad(fetch(tangent, target), 0, false);
   }
   return result;
 }
@@ -134,7 +159,19 @@ void recordStash(const at::Tensor& input, const at::Tensor& result, c10::Device 
 }
 
 at::Tensor stashPlain(const at::Tensor& self, c10::Device home) {
-  return stashCopy(self, home, self.device(), purposeOfResult());
+  TORCH_CHECK(home.type() == kOffload, "offload: a result is stashed on an offload device, and not on ", home, ".");
+  return stashCopy(self, home, self.device(), purposeOfResult(), madeGradient.of);
+}
+
+// As a compiled graph calls it, which writes to `self` no more and has no other holder of its memory that could.
+at::Tensor givePlain(const at::Tensor& self, c10::Device home) {
+  TORCH_CHECK(home.type() == kOffload, "offload: a result is given to an offload device, and not to ", home, ".");
+  const bool simulated = Context::get().backend() == Backend::Sim;
+  return stashResult(self, home, simulated ? pairedDevice(0) : self.device(), purposeOfResult());
+}
+
+void writePlain(const at::Tensor& self, const at::Tensor& value) {
+  const_cast<at::Tensor&>(self).copy_(value);
 }
 
 at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
@@ -144,6 +181,9 @@ at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
     result = callStash(self, home);
   }
   if (needsNode(self)) recordStash(self, result, self.device());
+  if (const at::Tensor& tangent = self._fw_grad(0); tangent.defined()) {
+    result._set_fw_grad(callStash(tangent, home), 0, false);
+  }
   return result;
 }
 
@@ -162,6 +202,9 @@ at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device compute
     stashed = stashResult(result, home, computed, purposeOfResult());
   }
   if (recordsGraph() && result.requires_grad()) recordStash(result, stashed, computed);
+  if (const at::Tensor& tangent = result._fw_grad(0); tangent.defined()) {
+    stashed._set_fw_grad(stash(tangent, home, computed), 0, false);
+  }
   return stashed;
 }
 
@@ -185,39 +228,63 @@ bool recordsGraph() {
   return at::GradMode::is_enabled() && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality);
 }
 
-TORCH_LIBRARY(offload, m) {
-  m.def("fetch(Tensor self, Device device) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("stash(Tensor self, Device device) -> Tensor", {at::Tag::pt2_compliant_tag});
+OFFLOAD_LIBRARY(offload, m) {
+  // A CUDA graph can't hold them: it would replay addresses that the cache has given to others since.
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
+  m.def("fetch(Tensor self, Device device) -> Tensor", tags);
+  m.def("stash(Tensor self, Device device) -> Tensor", tags);
+  m.def("give(Tensor self, Device device) -> Tensor", tags);
+  m.def("write_(Tensor(a!) self, Tensor value) -> ()", tags);
 }
 
 // Fetch and stash carry the bits over; resolving them first would take an operation, which would fetch.
-TORCH_LIBRARY_IMPL(offload, Conjugate, m) {
+OFFLOAD_LIBRARY_IMPL(offload, Conjugate, m) {
   m.impl("fetch", torch::CppFunction::makeFallthrough());
   m.impl("stash", torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(offload, Negative, m) {
+OFFLOAD_LIBRARY_IMPL(offload, Negative, m) {
   m.impl("fetch", torch::CppFunction::makeFallthrough());
   m.impl("stash", torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(offload, PrivateUse1, m) {
+OFFLOAD_LIBRARY_IMPL(offload, PrivateUse1, m) {
   m.impl("fetch", fetchTo);
+  m.impl("write_", writePlain);
 }
 
-TORCH_LIBRARY_IMPL(offload, AutogradPrivateUse1, m) {
+OFFLOAD_LIBRARY_IMPL(offload, AutogradPrivateUse1, m) {
   m.impl("fetch", fetchAutograd);
 }
 
-TORCH_LIBRARY_IMPL(offload, CPU, m) {
+OFFLOAD_LIBRARY_IMPL(offload, CPU, m) {
+  m.impl("stash", stashPlain);
+  m.impl("give", givePlain);
+}
+
+OFFLOAD_LIBRARY_IMPL(offload, CUDA, m) {
+  m.impl("stash", stashPlain);
+  m.impl("give", givePlain);
+}
+
+// These refuse.
+OFFLOAD_LIBRARY_IMPL(offload, SparseCPU, m) {
   m.impl("stash", stashPlain);
 }
 
-TORCH_LIBRARY_IMPL(offload, CUDA, m) {
+OFFLOAD_LIBRARY_IMPL(offload, SparseCUDA, m) {
   m.impl("stash", stashPlain);
 }
 
-TORCH_LIBRARY_IMPL(offload, Autograd, m) {
+OFFLOAD_LIBRARY_IMPL(offload, SparseCsrCPU, m) {
+  m.impl("stash", stashPlain);
+}
+
+OFFLOAD_LIBRARY_IMPL(offload, SparseCsrCUDA, m) {
+  m.impl("stash", stashPlain);
+}
+
+OFFLOAD_LIBRARY_IMPL(offload, Autograd, m) {
   m.impl("stash", stashAutograd);
 }
 

@@ -32,9 +32,7 @@ class Emptied {
   void acquire() {
     std::lock_guard lock(mutex_);
     // Also where another node uses them, or failed to: what could not be fetched then is missing still.
-    for (const auto& [source, fetched] : fetched_) {
-      if (fetched.storage().nbytes() == 0) refillFetched(fetched, source);
-    }
+    for (const auto& [source, fetched] : fetched_) refillFetched(fetched, source);
     ++users_;
   }
 
@@ -103,7 +101,10 @@ std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64
 ReleaseRefill::ReleaseRefill() : firstNode_(at::sequence_number::peek()) {}
 
 void ReleaseRefill::add(const at::Tensor& source, const at::Tensor& fetched) {
-  fetched_.emplace_back(source, fetched);
+  if (!recordsGraph()) return;
+  // What the source holds now: `source.data = ...`, as in module.to(), puts other memory into the same tensor.
+  auto held = tracing() ? source : tensorOver(source.storage(), kOffload, source, source.storage_offset());
+  fetched_.emplace_back(std::move(held), fetched);
 }
 
 void ReleaseRefill::finish(const std::vector<at::Tensor>& results) {

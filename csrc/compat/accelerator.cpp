@@ -11,100 +11,93 @@
 // libtorch_cpu calls its own two functions through slots too. Invariants:
 //   - Only PyTorch's libraries are corrected. An extension that calls these functions itself still hears "PrivateUse1", and so
 //     does this library: that is how the corrected answers reach PyTorch's own, and cannot call themselves.
-//   - The accelerator is asked for before any initializer of this library can have registered the name, and never anew: CUDA,
-//     XPU, HIP and MPS are decided when PyTorch is built. A runtime-detected one (MTIA, HPU) has to be loaded first.
-//   - The test goes through libtorch_cpu's slots, which autograd uses, in ways that start no device: cuInit at import would
-//     break CUDA in forked children.
+//   - The accelerator is asked for before the name is registered, and never anew: CUDA, XPU, HIP and MPS are decided when PyTorch
+//     is built. A runtime-detected one (MTIA, HPU) has to be loaded first.
+//   - A registered name can't be taken back. So whether the slots lead anywhere is tested before there is one, when the corrected
+//     answers are PyTorch's own: functions that note that they were called stand in them, and are called by what autograd calls.
+//     Nothing of that starts a device: cuInit at import would break CUDA in forked children.
 // Tried on torch 2.11 and 2.15: getAccelerator has a slot in libtorch_cpu, libtorch_python and libtorch_cuda, isAccelerator
 // in the first two.
 #include "compat/accelerator.h"
 
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Stream.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/autograd/input_buffer.h>
 #include <torch/version.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <optional>
-#include <set>
-#include <stdexcept>
 #include <string_view>
+#include <system_error>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "compat/import_slots.h"
 
 namespace offload::compat {
 namespace {
 
-constexpr std::string_view kGetSymbol = "_ZN2at11accelerator14getAcceleratorEb";
-constexpr std::string_view kIsSymbol = "_ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE";
+constexpr auto kUs = c10::DeviceType::PrivateUse1;
 
-/// Asked before every other initializer of this library, whatever the order of its object files.
-[[gnu::init_priority(101)]] const std::optional<c10::DeviceType> kAcceleratorBefore = at::accelerator::getAccelerator(false);
+std::optional<c10::DeviceType> acceleratorBefore;
+bool kept = false;
 
 std::optional<c10::DeviceType> correctedGet(bool checked) {
-  TORCH_CHECK(kAcceleratorBefore || !checked, "Cannot access accelerator device when none is available.");
-  return kAcceleratorBefore;
+  TORCH_CHECK(acceleratorBefore || !checked, "Cannot access accelerator device when none is available.");
+  return acceleratorBefore;
 }
 
 bool correctedIs(c10::DeviceType type) {
-  return type != c10::DeviceType::PrivateUse1 && at::accelerator::isAccelerator(type);
+  return type != kUs && at::accelerator::isAccelerator(type);
 }
 
-/// Whether libtorch_cpu takes PrivateUse1 for the current accelerator: only then does it accept a stream of ours as current.
-bool libtorchHasUsAsCurrent() {
+// The same answers, noted: what stands in the slots for the test.
+std::atomic<int> getCalls{0};
+std::atomic<int> isCalls{0};
+
+std::optional<c10::DeviceType> notedGet(bool checked) {
+  ++getCalls;
+  return correctedGet(checked);
+}
+
+bool notedIs(c10::DeviceType type) {
+  ++isCalls;
+  return correctedIs(type);
+}
+
+static_assert(std::is_same_v<decltype(notedGet), decltype(at::accelerator::getAccelerator)>);
+static_assert(std::is_same_v<decltype(notedIs), decltype(at::accelerator::isAccelerator)>);
+
+// libtorch_cpu compares a stream with its accelerator before it sets it.
+void askForTheAccelerator() {
   try {
-    at::accelerator::setCurrentStream(c10::Stream(c10::Stream::DEFAULT, {c10::DeviceType::PrivateUse1, 0}));
-    return true;
-  } catch (const c10::Error&) {
-    return false;
+    at::accelerator::setCurrentStream(c10::Stream(c10::Stream::DEFAULT, {kUs, 0}));
+  } catch (const c10::Error&) { // ours is none
   }
 }
 
-/// Whether autograd wants streams for PrivateUse1 gradients: only then does it refuse one that comes without.
-bool autogradWantsOurStreams() {
+// Autograd asks for each gradient whether its device has streams.
+void askForOurStreams() {
   auto gradient = at::detail::make_tensor<c10::TensorImpl>(
-      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), caffe2::TypeMeta::Make<float>(),
-      c10::Device(c10::DeviceType::PrivateUse1, 0));
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), caffe2::TypeMeta::Make<float>(), c10::Device(kUs, 0));
   try {
     torch::autograd::InputBuffer(1).add(0, std::move(gradient), std::nullopt, std::nullopt, nullptr);
-    return false;
   } catch (const c10::Error&) {
-    return true;
   }
 }
-
-bool answersAreRight() {
-  return !libtorchHasUsAsCurrent() && !autogradWantsOurStreams();
-}
-
-static_assert(std::is_same_v<decltype(correctedGet), decltype(at::accelerator::getAccelerator)>);
-static_assert(std::is_same_v<decltype(correctedIs), decltype(at::accelerator::isAccelerator)>);
 
 bool isPyTorchLibrary(std::string_view name) {
   return name.starts_with("libtorch.") || name.starts_with("libtorch_") || name.starts_with("libc10");
 }
 
-int redirectAll(std::string_view symbol, void* function, std::set<std::string>& libraries) {
-  const auto slots = findImportSlots(symbol, isPyTorchLibrary);
-  for (const auto& slot : slots) {
-    redirect(slot, function);
-    libraries.insert(slot.library);
-  }
-  return static_cast<int>(slots.size());
-}
-
-std::string join(const std::set<std::string>& names) {
-  std::string joined;
-  for (const auto& name : names) joined += (joined.empty() ? "" : ", ") + name;
-  return joined;
-}
-
 [[noreturn]] void refuse(const std::string& what) {
-  throw std::runtime_error(
+  throw ImportRefused(
       "torch_offload: " + what +
       " in torch " TORCH_VERSION
       ", so registering the offload device would break every CUDA backward in this process; use a torch version that this"
@@ -112,39 +105,105 @@ std::string join(const std::set<std::string>& names) {
       " CUDA autograd, CUDA graphs and pinned memory.");
 }
 
+// The slots of both functions; what was in them comes back unless they are kept.
+class Slots {
+ public:
+  explicit Slots(const AcceleratorSymbols& symbols)
+      : get_(findImportSlots(symbols.get, isPyTorchLibrary)), is_(findImportSlots(symbols.is, isPyTorchLibrary)) {
+    for (const auto* slots : {&get_, &is_}) {
+      for (const auto& slot : *slots) before_.emplace_back(slot, *slot.address);
+    }
+  }
+  ~Slots() {
+    if (keep_) return;
+    for (const auto& [slot, function] : before_) {
+      if (*slot.address != function) redirect(slot, function);
+    }
+  }
+  Slots(const Slots&) = delete;
+  Slots& operator=(const Slots&) = delete;
+
+  void point(decltype(&correctedGet) get, decltype(&correctedIs) is) {
+    for (const auto& slot : get_) redirect(slot, reinterpret_cast<void*>(get));
+    for (const auto& slot : is_) redirect(slot, reinterpret_cast<void*>(is));
+  }
+  void keep() {
+    keep_ = true;
+  }
+  bool hasGet() const {
+    return !get_.empty();
+  }
+  bool hasIs() const {
+    return !is_.empty();
+  }
+
+ private:
+  std::vector<ImportSlot> get_;
+  std::vector<ImportSlot> is_;
+  std::vector<std::pair<ImportSlot, void*>> before_;
+  bool keep_ = false;
+};
+
 bool keepsPyTorchsAnswer() {
   const char* value = std::getenv("TORCH_OFFLOAD_ACCELERATOR");
   if (!value || !*value) return false;
   if (std::string_view(value) == "keep") return true;
-  throw std::runtime_error(
+  throw ImportRefused(
       "torch_offload: TORCH_OFFLOAD_ACCELERATOR=" + std::string(value) + " is unknown; leave it unset, or set it to \"keep\".");
+}
+
+// What tells of another backend, or "". PyTorch's own kernels for PrivateUse1 are c10d's.
+std::string anotherBackend() {
+  if (c10::is_privateuse1_backend_registered()) return "its name is \"" + c10::get_privateuse1_backend() + "\"";
+  if (c10::impl::hasDeviceGuardImpl(kUs)) return "it has registered a device guard";
+  if (at::isPrivateUse1HooksRegistered()) return "it has registered hooks";
+  auto& dispatcher = c10::Dispatcher::singleton();
+  using c10::DispatchKey;
+  for (const auto key : {DispatchKey::PrivateUse1, DispatchKey::AutogradPrivateUse1}) {
+    for (const auto& name : dispatcher.getRegistrationsForDispatchKey(key)) {
+      if (name.name.starts_with("aten::")) return "it has registered a kernel for " + c10::toString(name);
+    }
+  }
+  for (const auto key : {DispatchKey::PrivateUse1, DispatchKey::AutocastPrivateUse1, DispatchKey::QuantizedPrivateUse1}) {
+    if (dispatcher.hasBackendFallbackForDispatchKey(key))
+      return std::string("it has registered a fallback for ") + c10::toString(key);
+  }
+  return "";
 }
 
 } // namespace
 
-AcceleratorReport correctAccelerator() {
-  static bool corrected = false;
-  constexpr auto us = c10::DeviceType::PrivateUse1;
+void checkAlone() {
+  const std::string sign = anotherBackend();
+  if (sign.empty()) return;
+  throw ImportRefused(
+      "torch_offload: another PrivateUse1 backend is loaded in this process (" + sign +
+      "), and PyTorch has room for one; import only one of the two.");
+}
 
-  if (keepsPyTorchsAnswer()) return {0, 0, "kept as it is by TORCH_OFFLOAD_ACCELERATOR=keep"};
-  TORCH_INTERNAL_ASSERT(c10::is_privateuse1_backend_registered() && c10::impl::hasDeviceGuardImpl(us));
-  if (kAcceleratorBefore == us)
-    throw std::runtime_error("torch_offload: another PrivateUse1 backend is already loaded; import only one of the two.");
-  if (!corrected && at::accelerator::getAccelerator(false) == kAcceleratorBefore && !at::accelerator::isAccelerator(us) &&
-      answersAreRight())
-    return {0, 0, "PyTorch's own answer is right"};
+void correctAccelerator(const AcceleratorSymbols& symbols, const std::function<void()>& then) {
+  kept = keepsPyTorchsAnswer();
+  if (kept) return then();
+  acceleratorBefore = at::accelerator::getAccelerator(false);
+  Slots slots(symbols);
+  if (!slots.hasGet()) refuse("no call of at::accelerator::getAccelerator could be found");
+  if (!slots.hasIs()) refuse("no call of at::accelerator::isAccelerator could be found");
+  try {
+    slots.point(&notedGet, &notedIs);
+    askForTheAccelerator();
+    if (getCalls == 0) refuse("the offload device would still be taken for the current accelerator");
+    askForOurStreams();
+    if (isCalls == 0) refuse("autograd would still take the offload device for an accelerator");
+    slots.point(&correctedGet, &correctedIs);
+  } catch (const std::system_error& error) {
+    refuse(std::string("the calls of at::accelerator can't be corrected (") + error.what() + ")");
+  }
+  then();
+  slots.keep();
+}
 
-  std::set<std::string> libraries;
-  AcceleratorReport report;
-  report.getSlots = redirectAll(kGetSymbol, reinterpret_cast<void*>(&correctedGet), libraries);
-  report.isSlots = redirectAll(kIsSymbol, reinterpret_cast<void*>(&correctedIs), libraries);
-  report.where = join(libraries);
-  if (report.getSlots == 0) refuse("no call of at::accelerator::getAccelerator could be found");
-  if (report.isSlots == 0) refuse("no call of at::accelerator::isAccelerator could be found");
-  if (libtorchHasUsAsCurrent()) refuse("the offload device is still taken for the current accelerator");
-  if (autogradWantsOurStreams()) refuse("autograd still takes the offload device for an accelerator");
-  corrected = true;
-  return report;
+bool isAccelerator() {
+  return kept;
 }
 
 } // namespace offload::compat

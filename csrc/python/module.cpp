@@ -1,15 +1,19 @@
 // The Python binding: thin, and nothing but it.
 #include "aten/activity_ranges.h"
 #include "aten/context.h"
+#include "aten/cuda_glue.h"
 #include "aten/fetch.h"
+#include "aten/generator.h"
 #include "aten/placement.h"
 #include "aten/settings_check.h"
 #include "aten/sharing.h"
 #include "aten/tensors.h"
 #include "autograd/generic.h"
 #include "compat/accelerator.h"
+#include "compat/registration.h"
 #include "compat/torch_version.h"
 #include "core/host_wait.h"
+#include "core/memory_limits.h"
 #include "python/elementwise.h"
 #include "python/file_bindings.h"
 #include "python/purposes.h"
@@ -53,27 +57,30 @@ py::dict statistics(int index) {
   const Context* now = Context::ifCreated();
   const ArenaStats host = now != nullptr ? now->arena().stats() : ArenaStats{};
   const AccountsStats accounts = now != nullptr ? now->accounts().stats() : AccountsStats{};
-  auto addAccount = [&result](const std::string& name, const AccountStats& account) {
-    result[py::str("host." + name + "_bytes.current")] = account.bytes;
-    result[py::str("host." + name + "_bytes.peak")] = account.bytesPeak;
-    result[py::str("host." + name + "_count.current")] = account.count;
-    result[py::str("host." + name + "_count.peak")] = account.countPeak;
+  auto add = [&result](const std::string& name, std::size_t current, std::size_t peak, std::size_t ever) {
+    result[py::str(name + ".current")] = current;
+    result[py::str(name + ".peak")] = peak;
+    result[py::str(name + ".allocated")] = ever;
+    result[py::str(name + ".freed")] = ever - current;
+  };
+  auto addAccount = [&add](const std::string& name, const AccountStats& account) {
+    add("host." + name + "_bytes", account.bytes, account.bytesPeak, account.bytesEver);
+    add("host." + name + "_count", account.count, account.countPeak, account.countEver);
   };
   addAccount("allocated", accounts.all);
   addAccount("file", accounts.files);
   for (const Purpose purpose : kPurposes) addAccount(nameOf(purpose), accounts.of(purpose));
-  result["host.reserved_bytes.current"] = host.reserved;
-  result["host.reserved_bytes.peak"] = host.reservedPeak;
+  add("host.reserved_bytes", host.reserved, host.reservedPeak, host.reservedEver);
   result["host.pinned_bytes.current"] = host.pinned;
   result["host.shared_bytes.current"] = host.shared;
   result["host.allocations.current"] = host.count;
   result["host.allocations.total"] = host.allocations;
   const bool cache = now != nullptr && now->hasCache();
   const ResidencyStats slots = cache ? now->residency().stats(checkedIndex(index)) : ResidencyStats{};
-  result["device.slot_bytes.current"] = slots.slotBytes;
-  result["device.slot_bytes.peak"] = slots.slotBytesPeak;
+  add("device.slot_bytes", slots.slotBytes, slots.slotBytesPeak, slots.slotBytesEver);
   result["device.pinned_slot_bytes.current"] = slots.pinnedBytes;
   result["device.staying_bytes.current"] = slots.stayingBytes;
+  result["device.passing_bytes.current"] = slots.slotBytes - slots.stayingBytes - slots.dirtyBytes;
   result["device.dirty_bytes.current"] = slots.dirtyBytes;
   result["cache.fetches"] = slots.fetches;
   result["cache.hits"] = slots.hits;
@@ -81,10 +88,18 @@ py::dict statistics(int index) {
   result["cache.prefetches"] = slots.prefetches;
   result["cache.prefetches_wasted"] = slots.prefetchesWasted;
   const TransferStats link = cache ? now->residency().transferStats(index) : TransferStats{};
+  std::size_t rings = 0; // of all devices, as all that is said of the host
+  for (int each = 0; cache && each < now->link()->deviceCount(); ++each) {
+    rings += now->residency().transferStats(each).ringBytes;
+  }
+  result["host.ring_bytes.current"] = rings;
   result["link.bytes_to_device"] = link.bytesToDevice;
   result["link.bytes_to_host"] = link.bytesToHost;
   result["link.copies_to_device"] = link.copiesToDevice;
   result["link.copies_to_host"] = link.copiesToHost;
+  const HostWaitStats waits = hostWaitStats();
+  result["host_waits.count"] = waits.count;
+  result["host_waits.seconds"] = std::chrono::duration<double>(waits.time).count();
   result["host_fallbacks"] = hostFallbacks();
   return result;
 }
@@ -102,7 +117,9 @@ void emptyCache() {
   if (now == nullptr) return;
   if (now->hasCache()) {
     for (int index = 0; index < now->link()->deviceCount(); ++index) now->residency().emptyCache(index);
+    now->residency().trimRings();
   }
+  if (now->backend() == Backend::Cuda) cuda::releaseCached();
   now->arena().trim();
 }
 
@@ -117,10 +134,19 @@ PYBIND11_MODULE(_C, m) {
   });
 
   m.def("unsupported_torch", [](const std::string& version) { return compat::unsupportedTorch(version); });
-  m.def("correct_accelerator", [] {
-    const auto report = compat::correctAccelerator();
-    return py::make_tuple(report.getSlots, report.isSlots, report.where);
-  });
+  // All that can refuse comes before anything that changes the process. A test gives names that no library calls.
+  const compat::AcceleratorSymbols symbols;
+  m.def(
+      "register_device",
+      [](const std::string& get, const std::string& is) {
+        try {
+          compat::checkAlone();
+          compat::correctAccelerator({get, is}, &compat::registerAll);
+        } catch (const compat::ImportRefused& refused) {
+          throw py::import_error(refused.what());
+        }
+      },
+      py::arg("get") = symbols.get, py::arg("is_one") = symbols.is);
   m.def("intercept_operations", &interceptOperations);
   Context::atFirstUse([] { interceptOperations(); });
   Context::atFirstUse(&interceptAutocast);
@@ -144,6 +170,11 @@ PYBIND11_MODULE(_C, m) {
     const c10::Device device = pairedDevice(static_cast<c10::DeviceIndex>(index));
     return py::reinterpret_steal<py::object>(THPDevice_New(device));
   });
+  m.def("default_generator", [](int index) { return defaultGenerator(static_cast<c10::DeviceIndex>(checkedIndex(index))); });
+  m.def("host_memory", [] {
+    const MemoryLimits limits = readMemoryLimits();
+    return std::make_pair(limits.available, limits.total);
+  });
   m.def("is_shared", [](const c10::Storage& storage) { return isShared(*storage.unsafeGetStorageImpl()); });
   m.def(
       "share", torch::wrap_pybind_function_no_gil([](const c10::Storage& storage) { share(*storage.unsafeGetStorageImpl()); }));
@@ -166,13 +197,18 @@ PYBIND11_MODULE(_C, m) {
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
   m.def("empty_cache", &emptyCache, py::call_guard<py::gil_scoped_release>());
-  m.def("budget", [](int index) { return context().hasCache() ? context().residency().budget(checkedIndex(index)) : 0; });
+  m.def("budget", [](int index) {
+    if (!context().hasCache()) return std::size_t{0};
+    const py::gil_scoped_release release;
+    return context().residency().budget(checkedIndex(index));
+  });
   m.def("set_budget", [](std::optional<std::size_t> bytes) {
     py::gil_scoped_release release;
     if (context().hasCache()) context().residency().setBudget(bytes);
   });
-  m.def("problem_of", [](const char* what, std::size_t bytes) {
-    return problemOf(what, bytes, context().backend(), context().deviceBytes());
+  m.def("budget_of", [](const std::string& text) { return budgetOf(text, context().deviceBytes()); });
+  m.def("problem_of", [](const char* what, const std::string& said, std::size_t bytes) {
+    return problemOf(what, said, bytes, context().backend(), context().deviceBytes());
   });
   m.def("ring_bytes", [] { return context().hasCache() ? context().residency().ringBytes() : 0; });
   bindFiles(m);

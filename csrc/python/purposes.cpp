@@ -24,6 +24,7 @@ void claimTensor(py::handle object, Purpose purpose) {
   if (!isOffload(tensor)) return;
   if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
     if (!py::hasattr(object, "__tensor_flatten__")) return;
+    py::module_::import("torch_offload._wrappers").attr("follow")(py::type::of(object));
     const py::tuple flat = object.attr("__tensor_flatten__")();
     for (const py::handle name : flat[0]) claim(object.attr(name), purpose);
   } else if (tensor.has_storage() && tensor.storage().nbytes() > 0) {

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 import torch_offload  # noqa: F401 - makes the device
@@ -81,6 +83,13 @@ def same(run: Callable[[torch.device], Any], seed: int = 0, truth: torch.device 
         actual = run(OFFLOAD)
     assert_same(actual, expected)
     return actual
+
+
+def says(kind: type[Exception] | tuple[type[Exception], ...], sentence: str, function: Callable[[], Any]) -> None:
+    """The error is the sentence and nothing else. Nobody keeps it: a kept error keeps the frames that it went through, and
+    PyTorch's printing turns functorch off for as long as its frame lives."""
+    with pytest.raises(kind, match=rf"\A{re.escape(sentence)}\Z"):
+        function()
 
 
 def at(device: torch.device | str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COMPUTE, OFFLOAD, assert_same, same
+from helpers import COMPUTE, OFFLOAD, SIM, assert_same, at, same
 from torch import nn
 from torch.func import (
     functional_call,
@@ -45,6 +45,23 @@ def test_vmap(feed):
         return vmap(lambda x: F.linear(x, weight, bias).tanh())(x), vmap(lambda w: (x * w).sum(0))(weight)
 
     same(run)
+
+
+@pytest.mark.parametrize("batch", [0, 1, -1])
+@pytest.mark.parametrize("name", ["fetch", "stash"])
+@pytest.mark.filterwarnings("error:There is a performance drop")
+def test_batches_move_as_a_whole(name, batch):
+    target = torch.device("cpu:0") if SIM else COMPUTE
+    start, to = {"fetch": (OFFLOAD, target), "stash": (COMPUTE, OFFLOAD)}[name]
+    move = getattr(torch.ops.offload, name)
+    value, numbers = at(start, 3, 4, 5), at(to, 2, seed=1)
+    moved = vmap(lambda x: move(x, to), in_dims=batch, out_dims=batch)(value)
+    assert moved.device.type == to.type
+    assert_same(moved, value)
+    assert_same(vmap(vmap(lambda x: move(x, to)))(value), value)
+    expected = at(to, 3, 4, 5)[:, None] * numbers[None, :, None, None]
+    assert_same(vmap(lambda x: vmap(lambda n: move(x, to) * n)(numbers))(value), expected)
+    assert_same(vmap(lambda n: vmap(lambda x: move(x, to) * n)(value), out_dims=1)(numbers), expected)
 
 
 def test_per_sample_gradients():

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COMPUTE, HOST, OFFLOAD, data, grads, layers, same
+from helpers import COMPUTE, HOST, OFFLOAD, assert_same, data, grads, layers, same, says
 
 
 @pytest.mark.parametrize("way", ["in place", "data", "optimizer", "copy_"])
@@ -155,3 +155,113 @@ def test_nothing_stays_pinned_after_abandoned_work():
     del loss
     gc.collect()
     assert torch.offload.memory_stats()["device.pinned_slot_bytes.current"] == held
+
+
+OTHER_DATA = {
+    "double": lambda layer: layer.double(),
+    "half": lambda layer: layer.half(),
+    "cpu": lambda layer: layer.cpu(),
+    "zeros": lambda layer: setattr(layer.weight, "data", torch.zeros_like(layer.weight)),
+    "smaller": lambda layer: setattr(layer.weight, "data", layer.weight.data[:2, :2].clone()),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_DATA.values(), ids=OTHER_DATA)
+def test_backward_reads_what_the_forward_has_read(change):
+    """A parameter that gets other memory in between, as from module.to(), is no other operand of what has been computed."""
+
+    def run(device):
+        layer = torch.nn.Linear(8, 8).to(device)
+        x = data(4, 8).requires_grad_()
+        y = layer(x)
+        change(layer)
+        return torch.autograd.grad(y.sum(), x)
+
+    same(run)
+
+
+SAVED = (
+    "offload: this tensor is what an operation has saved of an offload operand, and it has memory only while its "
+    "backward runs; read the operand itself, or run the forward in torch.autograd.graph.saved_tensors_hooks(lambda t: t, "
+    "lambda t: t), which keeps it."
+)
+READS = {
+    "print": repr,
+    "sum": torch.sum,
+    "clone": torch.clone,
+    "write": lambda t: t.detach().fill_(1),
+    "beside offload": lambda t: t + torch.ones(8, 8, device=OFFLOAD),
+    "item": lambda t: t[0, 0].item(),
+    "to offload": lambda t: t.to(OFFLOAD),
+    "a view": lambda t: t.t().reshape(64).tolist(),
+    "storage": lambda t: t.untyped_storage().tolist(),
+    "address": torch.Tensor.data_ptr,
+    "numpy": lambda t: t.detach().cpu().numpy(),
+    "out": lambda t: torch.ones(8, 8, out=t.detach()),
+}
+
+
+def saved_weight(device, weight):
+    x = data(3, 8).requires_grad_()
+    y = x @ weight.to(device)
+    return x, y, y.grad_fn._saved_mat2
+
+
+@pytest.mark.skipif(HOST, reason="the host's bytes are used as they are")
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_what_a_node_has_saved(read):
+    weight = data(8, 8).to(OFFLOAD).requires_grad_()
+    x, y, saved = saved_weight(OFFLOAD, weight)
+
+    def is_refused():
+        says(RuntimeError, SAVED, lambda: read(saved))
+
+    is_refused()
+    y.sum().backward(retain_graph=True)
+    is_refused()
+    first = x.grad.clone()
+    y.sum().backward()
+    assert_same(x.grad, first + first)
+    is_refused()
+    assert_same(weight.detach(), data(8, 8))
+
+
+def test_saved_tensors_are_there_in_backward():
+    def run(device):
+        _, y, saved = saved_weight(device, data(8, 8).to(device).requires_grad_())
+        seen = []
+        y.grad_fn.register_prehook(lambda gradients: seen.append(saved.detach().clone()))
+        y.sum().backward()
+        return seen
+
+    same(run)
+
+
+def test_saved_tensors_are_kept_by_hooks():
+    def run(device):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            _, _, saved = saved_weight(device, data(8, 8).to(device).requires_grad_())
+        return saved.detach() * 2
+
+    same(run)
+
+
+def test_a_walk_over_all_that_is_saved():
+    """As tools that draw a graph do it: sizes, dtypes, identities and views, but no values."""
+
+    def run(device):
+        net = layers(2).to(device)
+        loss = F.layer_norm(net(data(3, 8)), (8,), data(8, device=device)).square().mean()
+        seen, todo = [], [loss.grad_fn]
+        while todo:
+            node = todo.pop(0)
+            for name in sorted(dir(node)):
+                value = getattr(node, name) if name.startswith("_saved") else None
+                if isinstance(value, torch.Tensor) and "Fetch" not in node.name():
+                    view = value.unsqueeze(0).transpose(0, -1)
+                    seen.append((name, value.dtype, value.device.type, tuple(value.shape), tuple(view.shape)))
+            todo += [to for to, _ in node.next_functions if to is not None]
+        loss.backward()
+        return seen, grads(net)
+
+    same(run)

@@ -5,10 +5,10 @@
 // waits: the bytes that travel have the dtype and the strides of the offload side. Only an offload target with gaps or overlaps
 // between its elements needs the host, because a copy home writes whole ranges of bytes.
 #include "aten/fetch.h"
+#include "compat/registration.h"
 
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/empty_strided.h>
-#include <torch/library.h>
 
 namespace offload {
 namespace {
@@ -37,6 +37,13 @@ void copyOnHost(const at::Tensor& from, const at::Tensor& to) {
   HostLease write = isOffload(to) ? leaseOf(to, Access::Write) : HostLease();
   const bool shared = isOffload(from) && isOffload(to) && from.storage().is_alias_of(to.storage());
   HostLease read = isOffload(from) && !shared ? leaseOf(from, Access::Read) : HostLease();
+  if (shared) {
+    // Over one storage, so that PyTorch sees where they overlap.
+    const c10::Storage storage = hostAliasStorage(to.storage());
+    const auto alias = [&storage](const at::Tensor& of) { return tensorOver(storage, c10::kCPU, of, of.storage_offset()); };
+    alias(to).copy_(alias(from));
+    return;
+  }
   const at::Tensor target = isOffload(to) ? hostAlias(to) : to;
   target.copy_(isOffload(from) ? hostAlias(from) : from);
 }
@@ -70,37 +77,21 @@ at::Scalar localScalarDense(const at::Tensor& self) {
   return at::_local_scalar_dense(hostAlias(self));
 }
 
-// Asked to bring a compressed sparse tensor to offload. PyTorch would make one of offload parts, which nothing computes on and
-// nothing brings back.
-at::Tensor refuseCompressed(
-    const at::Tensor& self, std::optional<at::ScalarType> /*type*/, std::optional<at::Layout> /*layout*/,
-    std::optional<at::Device> /*device*/, std::optional<bool> /*pinned*/, bool /*nonBlocking*/,
-    std::optional<at::MemoryFormat> /*format*/) {
-  TORCH_CHECK(
-      false, "offload: a tensor of shape ", self.sizes(), " and layout ", self.layout(),
-      " can't live on the offload device; offload tensors are dense, make it one with .to_dense() or keep it on ",
-      self.device(), ".");
-}
-
 } // namespace
 
 // A copy writes through its target's conjugate and negative bits; resolved first, the target would be a copy of itself.
-TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+OFFLOAD_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(aten, Negative, m) {
+OFFLOAD_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OFFLOAD_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copyFrom);
   m.impl("_copy_from_and_resize", copyFromAndResize);
   m.impl("_local_scalar_dense", localScalarDense);
-}
-
-TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
-  m.impl("_to_copy", refuseCompressed);
 }
 
 } // namespace offload

@@ -1,10 +1,12 @@
 // Factories, resize_ and set_.
+#include "aten/refusals.h"
 #include "aten/tensors.h"
+#include "compat/registration.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/native/Resize.h>
-#include <torch/library.h>
+#include <ATen/ops/kaiser_window.h>
 
 namespace offload {
 namespace {
@@ -13,10 +15,7 @@ void checkOptions(std::optional<at::Layout> layout, std::optional<bool> pinned) 
   TORCH_CHECK(
       layout.value_or(at::kStrided) == at::kStrided, "offload: tensors of layout ", *layout,
       " can't live on the offload device; make a dense one, or keep it on the CPU.");
-  TORCH_CHECK(
-      !pinned.value_or(false),
-      "offload: memory of the offload device is page-locked already where it can be; leave "
-      "pin_memory out.");
+  if (pinned.value_or(false)) refusePinned();
 }
 
 at::Tensor emptyStrided(
@@ -55,14 +54,20 @@ at::Tensor& setStorageOffset(
   TORCH_CHECK(
       source.device().type() == kOffload && isOffload(self), "offload: set_ was given a storage on ", source.device(),
       " for a tensor on ", self.device(), "; both must be on the same device.");
+  TORCH_CHECK(offset >= 0, "offload: set_ was given the storage offset ", offset, "; it must be 0 or more.");
+  at::detail::check_size_nonnegative(sizes);
+  const bool strided = strides.size() == sizes.size() && !(sizes.size() == 1 && strides.data() == nullptr);
+  const c10::DimVector contiguous = strided ? c10::DimVector() : c10::contiguous_strides(sizes);
+  if (!strided) strides = contiguous;
+  for (const auto stride : strides) {
+    TORCH_CHECK(stride >= 0, "offload: set_ was given the strides ", strides, "; each must be 0 or more.");
+  }
   auto& impl = *self.unsafeGetTensorImpl();
+  // Throws where the bytes can't be counted, before anything has changed.
+  at::detail::computeStorageNbytes(sizes, strides, impl.itemsize(), offset);
   impl.set_storage_keep_dtype(std::move(source));
   impl.set_storage_offset(offset);
-  if (strides.size() == sizes.size() && !(sizes.size() == 1 && strides.data() == nullptr)) {
-    impl.set_sizes_and_strides(sizes, strides);
-  } else {
-    impl.set_sizes_contiguous(sizes);
-  }
+  impl.set_sizes_and_strides(sizes, strides);
   growStorage(impl);
   return self;
 }
@@ -82,6 +87,30 @@ at::Tensor& setEmpty(at::Tensor& self) {
   return setStorageOffset(self, std::move(storage), 0, {0}, {});
 }
 
+// The one window that PyTorch makes with a kernel of its own.
+at::Tensor kaiserWindowBeta(
+    std::int64_t length, bool periodic, double beta, std::optional<at::ScalarType> type, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pinned) {
+  checkOptions(layout, pinned);
+  const at::Tensor window = at::kaiser_window(length, periodic, beta, at::TensorOptions().dtype(type).device(at::kCPU));
+  auto result =
+      emptyOffload(window.sizes(), window.strides(), window.scalar_type(), device.value_or(at::Device(kOffload)), Born::Host);
+  result.copy_(window);
+  return result;
+}
+
+at::Tensor kaiserWindowPeriodic(
+    std::int64_t length, bool periodic, std::optional<at::ScalarType> type, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pinned) {
+  return kaiserWindowBeta(length, periodic, 12.0, type, layout, device, pinned);
+}
+
+at::Tensor kaiserWindow(
+    std::int64_t length, std::optional<at::ScalarType> type, std::optional<at::Layout> layout, std::optional<at::Device> device,
+    std::optional<bool> pinned) {
+  return kaiserWindowPeriodic(length, true, type, layout, device, pinned);
+}
+
 // Module.to() asks this to decide whether a Parameter may keep its object: then ties and the optimizer's references survive a move.
 bool hasCompatibleShallowCopyType(const at::Tensor& self, const at::Tensor& from) {
   auto dense = [](const at::Tensor& tensor) {
@@ -93,9 +122,12 @@ bool hasCompatibleShallowCopyType(const at::Tensor& self, const at::Tensor& from
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OFFLOAD_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", emptyMemoryFormat);
   m.impl("empty_strided", emptyStrided);
+  m.impl("kaiser_window", kaiserWindow);
+  m.impl("kaiser_window.periodic", kaiserWindowPeriodic);
+  m.impl("kaiser_window.beta", kaiserWindowBeta);
   m.impl("resize_", resize);
   m.impl("set_.source_Storage_storage_offset", setStorageOffset);
   m.impl("set_.source_Storage", setStorage);
@@ -104,7 +136,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", hasCompatibleShallowCopyType);
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+OFFLOAD_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", hasCompatibleShallowCopyType);
 }
 

@@ -2,9 +2,9 @@
 #include "aten/cuda_glue.h"
 #include "aten/fetch.h"
 #include "compat/quiet_registration.h"
+#include "compat/registration.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
 
 namespace offload {
 namespace {
@@ -44,7 +44,7 @@ void interceptRecordStream() {
   (void)registered;
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OFFLOAD_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", recordStream);
 }
 

@@ -1,4 +1,6 @@
 // Views: PyTorch's own kernels, which only look at sizes and strides.
+#include "compat/registration.h"
+
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/tensor_split_native.h>
@@ -6,7 +8,6 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
-#include <torch/library.h>
 
 namespace offload {
 namespace {
@@ -18,11 +19,11 @@ std::vector<at::Tensor> tensorSplit(const at::Tensor& self, const at::Tensor& po
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+OFFLOAD_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("tensor_split.tensor_indices_or_sections", tensorSplit);
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OFFLOAD_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);

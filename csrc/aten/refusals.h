@@ -1,0 +1,21 @@
+// One sentence each for what the offload device does not hold.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace offload {
+
+/// Raises where a value is not dense: sparse, nested, quantised, of another library's layout.
+void checkDense(const at::Tensor& value);
+
+/// Raises: what `op` was called with, or would make, is not dense.
+[[noreturn]] void refuseLayoutOf(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+
+/// Raises: tensors of PyTorch's own quantised dtypes, whose values are more than their bytes, have no offload kernels.
+[[noreturn]] void refuseQuantized(at::ScalarType type);
+
+/// Raises: page-locked memory is asked for.
+[[noreturn]] void refusePinned();
+
+} // namespace offload

@@ -1,0 +1,259 @@
+"""What the offload device does not hold is refused in one sentence each: sparse, nested, quantised, page-locked memory."""
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import COMPUTE, CPU, OFFLOAD, assert_same, data, says
+from torch import nn
+
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+NAMES = {
+    torch.sparse_coo: "Sparse",
+    torch.sparse_csr: "SparseCsr",
+    torch.sparse_csc: "SparseCsc",
+    torch.sparse_bsr: "SparseBsr",
+    torch.sparse_bsc: "SparseBsc",
+}
+
+
+def sparse(tensor, layout):
+    blocks = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    return tensor.to_sparse(layout=layout, blocksize=blocks)
+
+
+def tensor_of(layout, shape=(4, 4)):
+    return (
+        f"offload: a tensor of shape {list(shape)} and layout {NAMES[layout]} can't live on the offload device; "
+        "offload tensors are dense, make it one with .to_dense() or keep it on the CPU or on CUDA."
+    )
+
+
+def tensors_of(name):
+    return (
+        f"offload: tensors of layout {name} can't live on the offload device; make a dense one, or keep it on the CPU."
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layout: sparse(torch.eye(4), layout).to(OFFLOAD),
+        lambda layout: sparse(torch.eye(4, device=OFFLOAD), layout),
+        lambda layout: torch.ones(4, 4, device=OFFLOAD).copy_(sparse(torch.eye(4), layout)),
+        lambda layout: sparse(torch.eye(4), layout).copy_(torch.ones(4, 4, device=OFFLOAD)),
+        lambda layout: nn.ParameterList([nn.Parameter(sparse(torch.eye(4), layout))]).to(OFFLOAD),
+    ],
+    ids=["to", "to_sparse", "copy_", "copy_ from offload", "module"],
+)
+def test_a_sparse_tensor(make, layout):
+    says(RuntimeError, tensor_of(layout), lambda: make(layout))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", NAMES, ids=NAMES.values())
+def test_an_empty_sparse_tensor(layout):
+    says(RuntimeError, tensors_of(NAMES[layout]), lambda: torch.empty(4, 4, layout=layout, device=OFFLOAD))
+
+
+@pytest.mark.parametrize("layout", ["jagged"])
+def test_other_layouts(layout):
+    says(RuntimeError, tensors_of("Jagged"), lambda: torch.empty(4, 4, layout=getattr(torch, layout), device=OFFLOAD))
+
+
+def indices(device):
+    return torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.sparse_coo_tensor(indices(CPU), torch.ones(1), (3,), device=OFFLOAD),
+        lambda: torch.sparse_coo_tensor(indices(CPU), torch.ones(1, device=OFFLOAD), (3,)),
+        lambda: torch.sparse_coo_tensor(indices(OFFLOAD), torch.ones(1, device=OFFLOAD), (3,)),
+        lambda: torch.sparse_coo_tensor((3, 3), device=OFFLOAD),
+        lambda: torch.zeros(3, layout=torch.sparse_coo, device=OFFLOAD),
+        lambda: torch.zeros_like(torch.eye(3).to_sparse(), device=OFFLOAD),
+    ],
+)
+def test_a_sparse_tensor_of_parts(make):
+    says(RuntimeError, tensors_of("Sparse"), make)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_compressed_tensor_of_parts():
+    refused = tensors_of("SparseCsr")
+    says(RuntimeError, refused, lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], (1, 1), device=OFFLOAD))
+    parts = [torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1)]
+    says(RuntimeError, refused, lambda: torch.sparse_csr_tensor(*(part.to(OFFLOAD) for part in parts), (1, 1)))
+    says(RuntimeError, refused, lambda: torch.zeros(2, 2, layout=torch.sparse_csr, device=OFFLOAD))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_sparse_tensor_beside_offload(inference):
+    with torch.inference_mode(inference):
+        expected = torch.eye(4).to_sparse() @ data(4, 4, device=CPU)
+        assert_same(torch.eye(4).to_sparse() @ data(4, 4, device=OFFLOAD), expected)
+
+
+@pytest.mark.parametrize(
+    ("module", "index"),
+    [(nn.Embedding, [1, 2, 1]), (nn.EmbeddingBag, [[1, 2, 1]])],
+    ids=["Embedding", "EmbeddingBag"],
+)
+@pytest.mark.parametrize("device", [COMPUTE, OFFLOAD], ids=str)
+def test_sparse_gradients(module, index, device):
+    kwargs = {"mode": "sum"} if module is nn.EmbeddingBag else {}
+    layer = module(5, 3, sparse=True, **kwargs).to(OFFLOAD)
+    says(
+        RuntimeError,
+        "offload: the gradient of an offload tensor of shape [5, 3] is of layout Sparse, and gradients on offload are "
+        "dense; leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep that weight on the CPU or on CUDA.",
+        lambda: layer(torch.tensor(index, device=device)).sum().backward(),
+    )
+    assert layer.weight.grad is None
+    layer.sparse = False
+    layer(torch.tensor(index, device=device)).sum().backward()
+    expected = torch.zeros(5, 3)
+    expected[1], expected[2] = 2, 1
+    assert_same(layer.weight.grad, expected)
+
+
+NESTED = (
+    "offload: a nested tensor of 2 tensors can't live on the offload device; keep it on the CPU or on CUDA, make one "
+    "of layout torch.jagged, or pad it."
+)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).to(OFFLOAD),
+        lambda: repr(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=OFFLOAD)),
+        lambda: torch.nested.as_nested_tensor([torch.ones(2, device=OFFLOAD), torch.ones(3, device=OFFLOAD)]),
+        lambda: torch.ones(3, device=OFFLOAD).copy_(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    ],
+)
+def test_nested_tensors(make):
+    says(RuntimeError, NESTED, make)
+
+
+def test_jagged_tensors():
+    def run(device):
+        parts = [data(2, 3, device=device), data(3, 3, device=device, seed=1)]
+        nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+        return F.linear(nested, data(4, 3, device=device)).values()
+
+    assert_same(run(OFFLOAD), run(COMPUTE))
+
+
+def quantised_type(name):
+    return (
+        f"offload: a tensor of PyTorch's own quantised dtype {name} can't live on the offload device; dequantize() it "
+        "first, keep it on the CPU, or quantise to integer tensors with scales, as torchao does."
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8).to(OFFLOAD),
+        lambda: torch.quantize_per_tensor(torch.ones(3, device=OFFLOAD), 0.1, 0, torch.qint8),
+        lambda: torch.quantize_per_tensor_dynamic(torch.ones(3, device=OFFLOAD), torch.qint8, False),
+        lambda: torch._empty_affine_quantized((3,), scale=1.0, zero_point=0, dtype=torch.qint8, device=OFFLOAD),
+        lambda: torch.empty(3, dtype=torch.qint8, device=OFFLOAD),
+        lambda: torch.ones(3, device=OFFLOAD).copy_(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
+    ],
+)
+def test_quantised_tensors(make):
+    says(RuntimeError, quantised_type("QInt8"), make)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_mkldnn_tensors():
+    refused = (
+        "offload: a tensor of shape [3, 3] and layout Mkldnn can't live on the offload device; offload tensors are "
+        "dense, make it one with .to_dense() or keep it on the CPU or on CUDA."
+    )
+    says(RuntimeError, refused, lambda: torch.ones(3, 3, device=OFFLOAD).to_mkldnn())
+    pytorchs = "Unsupported device type for mkldnn layout: offload"
+    says(NotImplementedError, pytorchs, lambda: torch.ones(3, 3).to_mkldnn().to(OFFLOAD))
+
+
+PINNED = "offload: memory of the offload device is page-locked already where it can be; leave pin_memory out."
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(3, device=OFFLOAD, pin_memory=True),
+        lambda: torch.zeros(3, device=OFFLOAD, pin_memory=True),
+        lambda: torch.arange(3, device=OFFLOAD, pin_memory=True),
+        lambda: torch.ones(3, device=OFFLOAD).new_empty(3, pin_memory=True),
+        lambda: torch.ones_like(torch.ones(3, device=OFFLOAD), pin_memory=True),
+        lambda: torch.kaiser_window(3, device=OFFLOAD, pin_memory=True),
+        lambda: torch.ones(3, device=OFFLOAD).pin_memory(),
+    ],
+)
+def test_pin_memory(make):
+    says(RuntimeError, PINNED, make)
+
+
+def test_is_pinned_answers():
+    assert isinstance(torch.ones(3, device=OFFLOAD).is_pinned(), bool)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, memory is page-locked for it")
+def test_pin_memory_for_no_gpu():
+    refused = "offload: there is no GPU that memory could be page-locked for; leave pin_memory out."
+    with pytest.warns(DeprecationWarning, match="device"):
+        says(RuntimeError, refused, lambda: torch.ones(3).pin_memory("offload"))
+
+
+@pytest.mark.parametrize(
+    "read", [torch.Tensor.numpy, numpy.asarray, numpy.array, numpy.sin], ids=["numpy", "asarray", "array", "sin"]
+)
+def test_numpy_of_an_offload_tensor(read):
+    says(
+        TypeError,
+        "can't convert offload:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.",
+        lambda: read(torch.ones(3, device=OFFLOAD)),
+    )
+    assert torch.ones(3, device=OFFLOAD).numpy(force=True).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [torch.from_dlpack, torch.Tensor.__dlpack__, torch.Tensor.__dlpack_device__, numpy.from_dlpack],
+    ids=["torch", "capsule", "device", "numpy"],
+)
+def test_dlpack_of_an_offload_tensor(read):
+    refused = (
+        "offload: a tensor of shape [3] on offload:0 can't be handed over through DLPack, which has no such device; "
+        "hand over a copy, tensor.cpu()."
+    )
+    says(BufferError, refused, lambda: read(torch.ones(3, device=OFFLOAD)))
+    assert torch.from_dlpack(torch.ones(3, device=OFFLOAD).cpu()).tolist() == [1, 1, 1]
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda t, m: t + m, "Tensor on device meta is not on the expected device offload:0!"),
+        (lambda t, m: m + t, "Tensor on device offload:0 is not on the expected device meta!"),
+        (lambda t, m: torch.cat([t, m]), "Tensor on device meta is not on the expected device offload:0!"),
+        (lambda t, m: t.copy_(m), "Cannot copy out of meta tensor; no data!"),
+        (lambda t, m: m.to(OFFLOAD), "Cannot copy out of meta tensor; no data!"),
+    ],
+)
+def test_meta_tensors_beside_offload(function, sentence):
+    """PyTorch's own check: a meta tensor's kernel comes before any of ours."""
+    offload, meta = torch.ones(2, 2, device=OFFLOAD), torch.ones(2, 2, device=META)
+    says((RuntimeError, NotImplementedError), sentence, lambda: function(offload, meta))
