@@ -2,7 +2,8 @@
 
 from typing import Any
 
-_WIDTH = 63
+_WIDTH = 85
+_COLUMNS = ("current", "peak", "allocated", "freed")
 _PURPOSES = {
     "parameter": "parameters",
     "gradient": "gradients",
@@ -12,69 +13,72 @@ _PURPOSES = {
 }
 
 
-def _size(count: int | None) -> str:
-    if count is None:
-        return ""
-    for unit in ("B  ", "KiB", "MiB"):
+def _size(count: int) -> str:
+    for unit in ("B  ", "KiB", "MiB", "GiB", "TiB"):
         if count < 768 * 1024:
             return f"{int(count)} {unit}"
         count /= 1024
-    return f"{int(count)} GiB" if count >= 10 * 1024 else f"{count:.1f} GiB"
+    return f"{int(count)} PiB"
 
 
-def _count(count: int | None) -> str:
-    return "" if count is None else f"{count}   "
+def _count(count: int) -> str:
+    for unit in ("   ", "K  ", "M  "):
+        if count < 750 * 1000:
+            return f"{int(count)} {unit}"
+        count /= 1000
+    return f"{int(count)} G  "
 
 
-def table(stats: dict[str, Any], index: int, budget: int, ring: int) -> str:
-    """Lines of a metric, its current value and its peak.
+def table(stats: dict[str, Any], index: int, budget: int, ring: int, abbreviated: bool) -> str:
+    """Lines of a metric, its current value and its peak, and how much of it has come and gone, as far as each is counted.
 
     Args:
         stats: what ``torch.offload.memory_stats()`` returns.
         index: the i of ``offload:i``.
         budget: bytes of ``torch.offload.get_budget()``.
         ring: bytes of ``torch.offload.get_ring_bytes()``.
+        abbreviated: whether to leave out of what each sum consists.
     """
 
-    def host(name: str, title: str, what: str = "bytes") -> tuple[str, str, str]:
-        form = _size if what == "bytes" else _count
-        return title, form(stats[f"host.{name}_{what}.current"]), form(stats.get(f"host.{name}_{what}.peak"))
+    def row(title: str, name: str) -> str:
+        form = _count if name.endswith("_count") else _size
+        values = (stats.get(f"{name}.{column}") for column in _COLUMNS)
+        return line(title, *("" if value is None else form(value) for value in values))
 
-    def device(name: str, title: str) -> tuple[str, str, str]:
-        return title, _size(stats[f"device.{name}_bytes.current"]), _size(stats.get(f"device.{name}_bytes.peak"))
+    def line(title: str, *cells: str) -> str:
+        return f" {title:<27} | " + " | ".join(f"{cell:>11}" for cell in cells) + " "
 
-    passing = (
-        stats["device.slot_bytes.current"] - stats["device.staying_bytes.current"] - stats["device.dirty_bytes.current"]
-    )
+    def pair(one: str, value: str, other: str, value_of_other: str) -> str:
+        return f"  {f'{one}: {value.strip()}':<39} | {f'{other}: {value_of_other.strip()}':<39}  "
+
+    def rows(name: str, title: str, parts: dict[str, str]) -> list[str]:
+        return [row(title, name), *(row(f"      {part}", key) for key, part in parts.items() if not abbreviated)]
+
     groups = [
-        [host("allocated", "Host memory allocated")]
-        + [host(purpose, f"      {title}") for purpose, title in _PURPOSES.items()],
-        [host("reserved", "Host memory reserved"), host("pinned", "      page-locked")],
-        [host("allocated", "Storages", "count")]
-        + [host(purpose, f"      {title}", "count") for purpose, title in _PURPOSES.items()],
-        [
-            device("slot", "GPU memory of the cache"),
-            device("staying", "      staying"),
-            ("      passing", _size(passing), ""),
-            device("dirty", "      newer than the host's"),
-            device("pinned_slot", "      in use"),
-            ("Budget for what stays", _size(budget), ""),
-            ("Ring for what passes", _size(ring), ""),
-        ],
-        [
-            ("Fetches", _count(stats["cache.fetches"]), ""),
-            ("      found on the GPU", _count(stats["cache.hits"]), ""),
-            ("Bytes to the GPU", _size(stats["link.bytes_to_device"]), ""),
-            ("Bytes to the host", _size(stats["link.bytes_to_host"]), ""),
-        ],
+        rows("host.allocated_bytes", "Host memory allocated", {f"host.{p}_bytes": t for p, t in _PURPOSES.items()}),
+        rows("host.reserved_bytes", "Host memory reserved", {"host.pinned_bytes": "page-locked"}),
+        [row("Rings for pageable copies", "host.ring_bytes")],
+        rows("host.allocated_count", "Storages", {f"host.{p}_count": t for p, t in _PURPOSES.items()}),
+        rows(
+            "device.slot_bytes",
+            "GPU memory of the cache",
+            {
+                "device.staying_bytes": "staying",
+                "device.passing_bytes": "passing",
+                "device.dirty_bytes": "newer than the host's",
+                "device.pinned_slot_bytes": "in use",
+            },
+        ),
     ]
-    lines = [
+    heading = [
         "=" * _WIDTH,
         f"{f'offload memory summary, device ID {index}':^{_WIDTH}}",
+        "-" * _WIDTH,
+        pair("Budget for what stays", _size(budget), "Ring for what passes", _size(ring)),
+        pair("Fetches", _count(stats["cache.fetches"]), "found on the GPU", _count(stats["cache.hits"])),
+        pair("To the GPU", _size(stats["link.bytes_to_device"]), "to the host", _size(stats["link.bytes_to_host"])),
         "=" * _WIDTH,
-        f" {'Metric':^31} | {'Cur Usage':^12} | {'Peak Usage':^12} ",
+        line(f"{'Metric':^27}", "Cur Usage ", "Peak Usage ", "Tot Alloc ", "Tot Freed "),
     ]
-    for group in groups:
-        lines.append("-" * _WIDTH)
-        lines += [f" {title:<31} | {current:>12} | {peak:>12} " for title, current, peak in group]
-    return "\n".join([*lines, "=" * _WIDTH])
+    body = [text for group in groups for text in ("-" * _WIDTH, *group)]
+    return "".join(f"|{text}|\n" for text in [*heading, *body, "=" * _WIDTH])

@@ -3,31 +3,49 @@
 Counts of bytes are of host memory (what offload tensors hold) unless a name says device (the cache on the GPU).
 """
 
-import contextlib
-import re
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from torch_offload import _C, _summary, memory
+from torch_offload import _C, _random, _summary, memory
+from torch_offload._index import Device as _Device
+from torch_offload._index import current_device, device, device_count, device_of, set_device
+from torch_offload._index import index_of as _index
+from torch_offload._random import (
+    get_rng_state,
+    get_rng_state_all,
+    initial_seed,
+    manual_seed,
+    manual_seed_all,
+    seed,
+    seed_all,
+    set_rng_state,
+    set_rng_state_all,
+)
+from torch_offload._streams import (
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    default_stream,
+    is_current_stream_capturing,
+    set_stream,
+    stream,
+)
 
 _initialized = True
-_Device = torch.device | int | str | None
+default_generators: tuple[torch.Generator, ...]  # the CPU's default one for each device, as __getattr__ makes them
 
 
-def _index(device: _Device) -> int:
-    if device is None:
-        return current_device()
-    if not isinstance(device, int):
-        device = torch.device(device)
-        if device.type != "offload":
-            raise ValueError(f"expected an offload device and got {device}; say 'offload' or 'offload:i'.")
-        device = current_device() if device.index is None else device.index
-    if not 0 <= device < device_count():
-        raise ValueError(f"there is no device offload:{device}; this machine has {device_count()}, counted from 0.")
-    return device
+def __getattr__(name: str) -> Any:
+    if name == "default_generators":  # to count the devices is not for the import
+        return _random.default_generators()
+    if name == "Scheduling":  # inductor's question to a backend, which then registers with more than it is asked for
+        from torch_offload.compile import inductor
+
+        inductor.register()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def is_available() -> bool:
@@ -40,47 +58,16 @@ def is_initialized() -> bool:
     return True
 
 
+def init() -> None:
+    """Does nothing: see :func:`is_initialized`."""
+
+
 def _lazy_init() -> None:
     pass
 
 
 def _is_in_bad_fork() -> bool:
     return False
-
-
-def device_count() -> int:
-    """The number of devices ``offload:i``: one for each CUDA device, at least one."""
-    return _C.device_count()
-
-
-def current_device() -> int:
-    """The index that ``"offload"`` stands for on this thread."""
-    return _C.current_device()
-
-
-def set_device(device: _Device) -> None:
-    """Sets the index that ``"offload"`` stands for on this thread."""
-    _C.set_device(_index(device))
-
-
-class device(contextlib.ContextDecorator):  # noqa: N801 - named as torch.cuda.device is
-    """A context in which ``"offload"`` stands for another index on this thread.
-
-    Args:
-        device: an offload device, an index, or None for no change.
-    """
-
-    def __init__(self, device: _Device) -> None:
-        self._to = _index(device)
-        self._back: list[int] = []
-
-    def __enter__(self) -> "device":
-        self._back.append(current_device())
-        _C.set_device(self._to)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _C.set_device(self._back.pop())
 
 
 def get_device_name(device: _Device = None) -> str:
@@ -95,9 +82,15 @@ def get_device_properties(device: _Device = None) -> Any:
     return torch.cuda.get_device_properties(index) if torch.cuda.is_available() else None
 
 
-def current_stream(device: _Device = None) -> torch.Stream:
-    """The one stream of the device. It orders nothing: the order of copies is kept on the streams of the paired device."""
-    return torch.Stream(device=torch.device("offload", _index(device)))
+def get_device_capability(device: _Device = None) -> tuple[int, int]:
+    """The compute capability of the CUDA device that ``offload:i`` is paired with; ``(0, 0)`` where there is none."""
+    index = _index(device)
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else (0, 0)
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Whether the device that computes has bfloat16: true of a CPU."""
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation)
 
 
 def synchronize(device: _Device = None) -> None:
@@ -107,7 +100,13 @@ def synchronize(device: _Device = None) -> None:
 
 
 def empty_cache() -> None:
-    """Gives up cached copies on the GPU, and returns host memory that no tensor uses to the system."""
+    """Gives up what nothing uses: the GPU memory of cached copies, and host memory.
+
+    On the GPU that is all but the copies that fetched tensors hold at the moment, what has been copied ahead included. Results
+    that the host does not have yet go home first. PyTorch's own unused GPU memory goes back to the driver with it, as at
+    ``torch.cuda.empty_cache()``. On the host it is memory that no tensor uses, and the rings that pageable memory is copied
+    through. Whatever is needed again is made again; no result depends on it.
+    """
     _C.empty_cache()
 
 
@@ -115,18 +114,44 @@ def memory_stats(device: _Device = None) -> dict[str, Any]:
     """Counters since the process began; peaks since :func:`reset_peak_memory_stats`.
 
     Returns:
-        ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held from the system (``reserved``), that
-        this process has mapped beside them and may have in common with others (``shared``), that are page-locked
-        (``pinned``), and bytes of tensors that are read from files (``file``), which take no memory until they are written.
+        A value that goes up and down has ``.current`` and ``.peak``, and most have the sums of all that has come,
+        ``.allocated``, and gone, ``.freed``. ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held
+        from the system (``reserved``), that this process has mapped beside them and may have in common with others
+        (``shared``), that are page-locked (``pinned``), that copies of pageable memory and of files go through (``ring``,
+        page-locked, too, and in none of the others), and bytes of tensors that are read from files (``file``), which take no
+        memory until they are written.
         ``host.*_bytes`` and ``host.*_count`` are bytes and numbers of storages by purpose, and add up to
         ``host.allocated_bytes`` and ``host.allocated_count``: ``parameter`` (what a module holds, or a leaf that requires
         gradients), ``gradient``, ``optimizer`` (its state, from the end of the step that made it on), ``activation``
-        (results of operations) and ``temporary`` (everything else). ``device.*``: bytes of the cache on the GPU.
+        (results of operations) and ``temporary`` (everything else). A storage counts in ``.allocated`` as what it turned out to
+        be, so these add up, too. ``device.*``: bytes of the cache on the GPU.
         ``cache.*``: fetches, hits and evictions, copies made ahead of a fetch (``prefetches``) and those of them that nobody
-        asked for (``prefetches_wasted``). ``link.*``: bytes and copies in each direction. ``host_fallbacks``: how often
-        an operation on offload tensors alone had no CUDA kernel and ran on the host, by its name.
+        asked for (``prefetches_wasted``). ``link.*``: bytes and copies in each direction. ``host_waits.*``: how often threads
+        waited for copies and for files, and for how many seconds. ``host_fallbacks``: how often an operation on offload
+        tensors alone had no CUDA kernel and ran on the host, by its name.
     """
     return _C.statistics(_index(device))
+
+
+def stats(device: _Device = None) -> dict[str, Any]:
+    """What moved and what waited since the process began: :func:`memory_stats` without the memory. Subtract two of them.
+
+    Returns:
+        ``fetches`` of operations and those of them that were ``hits``; ``evictions``; copies made ahead of a fetch,
+        ``prefetches``, and those in vain, ``prefetches_wasted``; ``bytes_to_device``, ``bytes_to_host`` and the
+        ``copies_to_device`` and ``copies_to_host`` that these travelled in. Of all devices: ``host_waits``, how often threads
+        waited for copies and for files, and ``host_wait_seconds``; ``host_fallbacks``, how often an operation on offload
+        tensors alone had no CUDA kernel and ran on the host, by its name.
+    """
+    everything = memory_stats(device)
+    moved = {
+        name.partition(".")[2]: value for name, value in everything.items() if name.startswith(("cache.", "link."))
+    }
+    return moved | {
+        "host_waits": everything["host_waits.count"],
+        "host_wait_seconds": everything["host_waits.seconds"],
+        "host_fallbacks": everything["host_fallbacks"],
+    }
 
 
 def reset_peak_memory_stats(device: _Device = None) -> None:
@@ -154,14 +179,28 @@ def max_memory_reserved(device: _Device = None) -> int:
     return memory_stats(device)["host.reserved_bytes.peak"]
 
 
+def mem_get_info(device: _Device = None) -> tuple[int, int]:
+    """Host memory that offload tensors may still take, and all that there is, in bytes; all devices share it.
+
+    Both are what the machine says, or the container where that has less. As with ``torch.cuda``, what is cached (reserved and
+    not allocated) is not free: :func:`empty_cache` gives it back. Memory of pageable tensors counts as free until somebody
+    writes to it. ``torch.cuda.mem_get_info`` tells the GPU's.
+
+    Returns:
+        The free bytes, and the total.
+    """
+    _index(device)
+    return _C.host_memory()
+
+
 def memory_snapshot() -> list[dict[str, Any]]:
     """The segments of host memory and their blocks: those of ``torch.offload.memory._snapshot()``."""
     return memory._snapshot()["segments"]
 
 
-def memory_summary(device: _Device = None) -> str:
-    """:func:`memory_stats` as a table for people, like that of ``torch.cuda``."""
-    return _summary.table(memory_stats(device), _index(device), get_budget(device), get_ring_bytes())
+def memory_summary(device: _Device = None, abbreviated: bool = False) -> str:
+    """:func:`memory_stats` as a table for people, like that of ``torch.cuda``; ``abbreviated`` leaves the parts of sums out."""
+    return _summary.table(memory_stats(device), _index(device), get_budget(device), get_ring_bytes(), abbreviated)
 
 
 def get_ring_bytes() -> int:
@@ -175,14 +214,15 @@ def set_ring_bytes(count: int) -> None:
         raise TypeError(f"a ring is a number of bytes; got {count!r}.")
     if not 0 <= count < 1 << 63:
         raise ValueError(f"a number of bytes can't be negative, nor 2**63 or more; got {count}.")
-    _warn_of("ring", count)
+    _warn_of("ring", f"{count} bytes", count)
     _C.set_ring_bytes(count)
 
 
 def get_budget(device: _Device = None) -> int:
     """GPU bytes that the cache may hold beside the ring: weights that stay, and results that the host does not have yet.
 
-    Of an automatic budget this is what it comes to now. 0 without a GPU.
+    Of an automatic budget this is what it came to when free memory was looked at last, or, before the first fetch, what it
+    comes to now: this call sets the GPU up if nothing has yet, as ``torch.cuda.mem_get_info()`` does. 0 without a GPU.
     """
     return _C.budget(_index(device))
 
@@ -192,82 +232,78 @@ def set_budget(budget: int | str | None = "auto") -> None:
 
     Args:
         budget: bytes, a share of the first GPU's memory (``"40%"``), or ``"auto"``, the default: what is free, less a headroom,
-            and PyTorch's allocator gets back what it asks for. ``0`` keeps nothing on the GPU beyond the ring.
+            and PyTorch's allocator gets back what it asks for. ``0`` keeps nothing on the GPU beyond the ring. The variable
+            ``TORCH_OFFLOAD_BUDGET`` takes the same.
 
     Raises:
         ValueError: for anything else.
     """
-    count = _bytes_of(budget)
+    if isinstance(budget, bool) or not isinstance(budget, int | str | None):
+        raise ValueError(f'a budget is a number of bytes, a share like "40%", or "auto"; got {budget!r}.')
+    text = "auto" if budget is None else str(budget)
+    count = _C.budget_of(text)
     if count is not None:
-        _warn_of("budget", count)
+        _warn_of("budget", text if text.endswith("%") else f"{count} bytes", count)
     _C.set_budget(count)
 
 
-def _warn_of(what: str, count: int) -> None:
-    if problem := _C.problem_of(what, count):
+def _warn_of(what: str, said: str, count: int) -> None:
+    if problem := _C.problem_of(what, said, count):
         warnings.warn(problem, stacklevel=3)
-
-
-def _bytes_of(budget: int | str | None) -> int | None:
-    if budget is None or budget == "auto":
-        return None
-    if isinstance(budget, int) and not isinstance(budget, bool) and 0 <= budget < 1 << 63:
-        return budget
-    share = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget) if isinstance(budget, str) else None
-    if share is None or float(share[1]) > 100:
-        raise ValueError(f'a budget is a number of bytes, a share like "40%", or "auto"; got {budget!r}.')
-    if not torch.cuda.is_available():
-        return 0
-    return int(float(share[1]) / 100 * torch.cuda.get_device_properties(0).total_memory)
-
-
-def _cuda_states() -> Iterable[int]:
-    return range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-
-
-def manual_seed(seed: int) -> None:
-    """Seeds what offload tensors draw from: the CPU's generator, which is shared with CPU tensors."""
-    torch.default_generator.manual_seed(seed)
-
-
-def manual_seed_all(seed: int) -> None:
-    """The same for every index, which all share one generator. ``torch.manual_seed`` has done it already."""
-
-
-def seed() -> int:
-    """Seeds from the system's randomness; the new seed."""
-    return torch.default_generator.seed()
-
-
-def initial_seed() -> int:
-    """The seed of the generator."""
-    return torch.default_generator.initial_seed()
-
-
-def get_rng_state(device: _Device = None) -> torch.Tensor:
-    """The state of what operations on offload tensors draw from: the CPU's generator, and the paired CUDA device's after it.
-
-    Returns:
-        A CPU tensor of dtype uint8, for :func:`set_rng_state`.
-    """
-    states = [torch.default_generator.get_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state(_index(device)))
-    return torch.cat(states)
-
-
-def set_rng_state(new_state: torch.Tensor, device: _Device = None) -> None:
-    """Restores a state of :func:`get_rng_state`."""
-    length = torch.default_generator.get_state().numel()
-    if new_state.dtype != torch.uint8 or new_state.numel() < length:
-        raise ValueError(
-            f"expected a state of get_rng_state(), uint8 of {length} or more; got {tuple(new_state.shape)}."
-        )
-    torch.default_generator.set_state(new_state[:length].clone())
-    if new_state.numel() > length and torch.cuda.is_available():
-        torch.cuda.set_rng_state(new_state[length:].clone(), _index(device))
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """The dtypes that ``torch.autocast`` may cast to."""
     return [torch.float16, torch.bfloat16]
+
+
+__all__ = [
+    "Event",
+    "Stream",
+    "StreamContext",
+    "current_device",
+    "current_stream",
+    "default_generators",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "empty_cache",
+    "get_amp_supported_dtype",
+    "get_budget",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "get_ring_bytes",
+    "get_rng_state",
+    "get_rng_state_all",
+    "init",
+    "initial_seed",
+    "is_available",
+    "is_bf16_supported",
+    "is_current_stream_capturing",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_snapshot",
+    "memory_stats",
+    "memory_summary",
+    "reset_peak_memory_stats",
+    "seed",
+    "seed_all",
+    "set_budget",
+    "set_device",
+    "set_ring_bytes",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "stats",
+    "stream",
+    "synchronize",
+]

@@ -140,17 +140,6 @@ def test_views_stay_views_through_a_file():
     assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_pickle(protocol):
-    for value in (torch.arange(6.0, device=OFFLOAD).view(2, 3).t(), nn.Parameter(torch.ones(3, device=OFFLOAD))):
-        back = pickle.loads(pickle.dumps(value, protocol=protocol))
-        assert type(back) is type(value)
-        assert back.requires_grad == value.requires_grad
-        assert_same(back, value)
-    device = pickle.loads(pickle.dumps(torch.device("offload", 0)))
-    assert device == torch.device("offload:0")
-
-
 def test_deepcopy():
     net = model().to(OFFLOAD)
     net[0](torch.ones(2, 4, device=COMPUTE)).sum().backward()
