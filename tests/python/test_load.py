@@ -4,11 +4,12 @@ import json
 import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import CACHED, COMPUTE, CPU, assert_same, at, data, layers, passes
-from safetensors_files import NAMES, write, write_bytes
+from safetensors_files import NAMES, raw, write, write_bytes
 
 import torch_offload
 
@@ -99,7 +100,7 @@ def shards(folder):
     names = {"c": "m-2.safetensors", "a": "m-1.safetensors", "b": "m-1.safetensors"}
     index = folder / "m.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 48}, "weight_map": names}))
-    return index, {"c": second["c"], **first}
+    return index, {"c": second["c"], **first, "z": second["z"]}
 
 
 @both
@@ -107,8 +108,29 @@ def shards(folder):
 def test_shards(tmp_path, mmap, by):
     index, expected = shards(tmp_path)
     loaded = torch_offload.load(index if by == "index" else str(tmp_path), mmap=mmap)
-    assert list(loaded) == ["c", "a", "b"]
+    # What the index does not name comes after what it does.
+    assert list(loaded) == ["c", "a", "b", "z"]
     assert_same(loaded, expected)
+
+
+@both
+def test_a_tensor_in_two_shards_is_the_one_that_the_index_says(tmp_path, mmap):
+    index, expected = shards(tmp_path)
+    write(tmp_path / "m-1.safetensors", {**{name: expected[name] for name in "ab"}, "c": at(CPU, 5, seed=9)})
+    assert_same(torch_offload.load(index, mmap=mmap), expected)
+    write(tmp_path / "m-1.safetensors", {name: expected[name] for name in "abz"})
+    with pytest.raises(ValueError, match=r"index\.json does not name tensor 'z', which 2 of its files have\."):
+        torch_offload.load(index, mmap=mmap)
+
+
+@both
+@pytest.mark.parametrize("length", [0x280, 0x10280])
+def test_a_header_whose_length_looks_like_a_pickle(tmp_path, mmap, length):
+    tensors = {"a": at(CPU, 3)}
+    entry = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}})
+    path = write_bytes(tmp_path / "x", entry.ljust(length), raw(tensors["a"]))
+    assert path.read_bytes().startswith(b"\x80\x02")
+    assert_same(torch_offload.load(path, mmap=mmap), tensors)
 
 
 def test_a_directory_with_one_file(tmp_path):
@@ -211,16 +233,25 @@ def test_the_bar(tmp_path, capsys):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_host_holds_the_weights_once(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "store"),
+    [
+        ("safetensors", lambda path, value: write(Path(path), value)),
+        ("pt", lambda path, value: torch.save(value, path)),
+    ],
+    ids=["safetensors", "torch"],
+)
+def test_the_host_holds_the_weights_once(tmp_path, name, store):
     # The peak is of memory of the process's own: pages of the file that the system caches are not.
     count, size = 24, 4 << 20
-    write(tmp_path / "x.safetensors", {f"w{k}": torch.full((size // 4,), float(k)) for k in range(count)})
+    small, whole = str(tmp_path / f"small.{name}"), str(tmp_path / f"x.{name}")
+    store(whole, {f"w{k}": torch.full((size // 4,), float(k)) for k in range(count)})
     program = f"""
         import threading, torch, torch_offload
         def own():
             fields = dict(line.split(":") for line in open("/proc/self/smaps_rollup").read().splitlines()[1:])
-            return sum(int(fields[name].split()[0]) << 10 for name in ("Private_Dirty",))
-        torch_offload.load({str(tmp_path / "small.safetensors")!r})
+            return int(fields["Private_Dirty"].split()[0]) << 10
+        torch_offload.load({small!r})
         before = most = own()
         stop = False
         def watch():
@@ -229,14 +260,14 @@ def test_the_host_holds_the_weights_once(tmp_path):
                 most = max(most, own())
         watcher = threading.Thread(target=watch)
         watcher.start()
-        tensors = torch_offload.load({str(tmp_path / "x.safetensors")!r})
+        tensors = torch_offload.load({whole!r})
         after = own()
         stop = True
         watcher.join()
         assert all((tensor == k).all() for k, tensor in enumerate(tensors.values()))
         print(most - before, after - before)
     """
-    write(tmp_path / "small.safetensors", {"a": at(CPU, 3)})
+    store(small, {"a": at(CPU, 3)})
     most, after = map(int, passes(program).split())
     assert count * size <= after <= most <= 1.1 * count * size, (most, after)
 

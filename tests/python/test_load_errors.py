@@ -78,7 +78,7 @@ FILES = {
     "huge header": (b"\xff" * 8 + b"{}", "its header would be 18446744073709551615 bytes long, and 2 follow"),
     "not UTF-8": (struct.pack("<Q", 3) + b'{"\xff', "its header is not UTF-8"),
     "zip": (b"PK\x03\x04" + bytes(100), "it looks like one of torch.save"),
-    "pickle": (b"\x80\x02" + bytes(100), "it looks like one of torch.save"),
+    "pickle": (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9" + bytes(100), "it looks like one of torch.save"),
 }
 
 

@@ -1,20 +1,18 @@
-"""The header of a safetensors file, and the index of one in shards: checked before a byte of data is believed.
+"""The header of a safetensors file: checked before a byte of data is believed.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, the header in JSON, the data. It
 promises that every byte of the data is one tensor's, which shows whether a file was cut or patched; so all of it is checked.
 """
 
-import json
 import math
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from torch_offload import _C
+from torch_offload.io.entry import Contents, Entry, is_saved_by_torch
+from torch_offload.io.index import parse_json
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -40,26 +38,10 @@ DTYPES = {
 }
 _LONGEST_HEADER = 100_000_000  # of the format
 _LARGEST = 2**63 - 1
-_PICKLES = (b"PK\x03\x04", b"\x80\x02")  # how files of torch.save begin
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in a file: its bytes are those from ``offset``, counted from the file's beginning."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-    @property
-    def aligned(self) -> bool:
-        """Whether its elements can be used where they are, were the file memory."""
-        return self.offset % self.dtype.itemsize == 0
-
-
-def read_header(file: _C.File) -> dict[str, Entry]:
-    """The tensors of a file, by name, in the header's order.
+def read_header(file: _C.File) -> Contents:
+    """The tensors of a file, in the header's order; they are built into a dict of themselves.
 
     Raises:
         ValueError: where the file isn't what the format says; the sentence names the file and what is wrong.
@@ -70,16 +52,16 @@ def read_header(file: _C.File) -> dict[str, Entry]:
 
     if file.bytes < 8:
         raise refuse(f"it has {file.bytes} bytes, and 8 say how long its header is")
-    begin = file.read(0, 8)
-    length = int.from_bytes(begin, "little")
-    if begin.startswith(_PICKLES):
-        raise refuse('it looks like one of torch.save; open it with torch.load(path, map_location="offload")')
+    begin = file.read(0, min(file.bytes, 9))
+    length = int.from_bytes(begin[:8], "little")
+    if is_saved_by_torch(begin):
+        raise refuse("it looks like one of torch.save; load it under a name that does not end in .safetensors")
     if length > file.bytes - 8:
         raise refuse(f"its header would be {length} bytes long, and {file.bytes - 8} follow; it may be cut short")
     if length > _LONGEST_HEADER:
         raise refuse(f"its header would be {length} bytes long, and the format allows {_LONGEST_HEADER}")
     try:
-        header = _parse(file.read(8, length))
+        header = parse_json(file.read(8, length))
     except ValueError as error:
         raise refuse(f"its header is {error}") from None
     if not isinstance(header, dict):
@@ -97,51 +79,7 @@ def read_header(file: _C.File) -> dict[str, Entry]:
         _check_cover(entries.items(), 8 + length, file.bytes)
     except ValueError as error:
         raise refuse(str(error)) from None
-    return entries
-
-
-def read_index(path: Path) -> dict[str, Path]:
-    """Which file each tensor is in, by an index of shards: files in the index's own directory.
-
-    Raises:
-        ValueError: where it isn't such an index, or names a file elsewhere.
-    """
-    try:
-        index = _parse(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not a valid index of safetensors files: it is {error}.") from None
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(value, str) for value in names.values()):
-        raise ValueError(f'{path} is not a valid index of safetensors files: it has no "weight_map" of strings.')
-    for name, shard in names.items():
-        if shard in ("", ".", "..") or "\0" in shard or os.path.basename(shard) != shard:
-            raise ValueError(f"{path} says that tensor {name!r} is in {shard!r}, which is no file beside it.")
-    return {name: path.parent / shard for name, shard in names.items()}
-
-
-def _parse(text: bytes) -> Any:
-    try:
-        return json.loads(text.decode(), object_pairs_hook=_unique, parse_int=_integer)
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
-    except RecursionError:
-        raise ValueError("JSON that is nested too deeply") from None
-
-
-def _integer(digits: str) -> int | str:
-    # Python refuses thousands of digits; no number of a header has more than these.
-    return int(digits) if len(digits) <= 20 else digits
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"JSON with the key {twice!r} twice in one object")
-    return result
+    return Contents(file, entries, list(entries), dict)
 
 
 def _entry(item: Any, data: int) -> Entry:
@@ -167,7 +105,7 @@ def _entry(item: Any, data: int) -> Entry:
     nbytes = math.prod(shape) * dtype.itemsize
     if end - begin != nbytes:
         raise ValueError(f"data_offsets {offsets}, {end - begin} bytes, and a shape and dtype that make {nbytes}")
-    return Entry(dtype, tuple(shape), data + begin, nbytes)
+    return Entry(dtype, tuple(shape), data + begin, nbytes, dtype.itemsize)
 
 
 def _is_count(value: Any) -> bool:
