@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import Optimizer
 
@@ -24,7 +25,8 @@ def _holds_offload(optimizer: Optimizer) -> bool:
 def _hosted(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def step_on_host(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not _holds_offload(self):
+        # A compiled step is part of its graph, which computes on the device.
+        if torch.compiler.is_compiling() or not _holds_offload(self):
             return step(self, *args, **kwargs)
         _optimizer_steps.install()
         with on_host():

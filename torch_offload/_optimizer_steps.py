@@ -82,10 +82,10 @@ def _step_of(loop: Callable[[list[list[Any]]], None], row: _Row) -> _Step | None
 
 def _applies(parameters: Sequence[Tensor], settings: dict[str, Any]) -> bool:
     return (
-        len(parameters) > 0
+        not torch.compiler.is_compiling()
+        and len(parameters) > 0
         and _C.HostScope.active()
         and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
         and not settings.get("differentiable")
         and not settings.get("capturable")
         and all(parameter.device.type == "offload" for parameter in parameters)

@@ -1,0 +1,147 @@
+"""torch.compile over blocks of the Llama-3-8B shape in bfloat16: inductor's code with weights on the GPU and on offload.
+
+Forward through 12 blocks, and forward and backward through 8, each model compiled for each number of tokens with nothing taken
+from a cache. Of a compilation it prints the seconds until the first step is done and the kernels that inductor generated; of
+the compiled model the time of a step beside
+
+    ideal = max(compiled resident, bytes / link)
+
+where the bytes of a backward are counted as in training.py, and whether the outcome has the bits of the compiled resident
+model: the output, or all gradients. Nothing stays on the GPU from one step to the next.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch._inductor import metrics
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blocks import LLAMA_8B, TINY, copied_to, gradients, make_blocks, make_input, parameter_bytes
+from harness import (
+    arguments,
+    compute_device,
+    equal,
+    link_rates,
+    measure,
+    ms,
+    print_table,
+    synchronize,
+    write_record,
+)
+
+import torch_offload
+
+COLUMNS = [
+    "work",
+    "tokens",
+    "weights",
+    "compile s",
+    "kernels",
+    "median ms",
+    "least-most",
+    "ideal ms",
+    "ratio",
+    "same bits",
+]
+
+
+def forward_step(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    return step
+
+
+def training_step(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    grad_output = torch.ones_like(x)
+
+    def step() -> Tensor:
+        y = model(x)
+        y.backward(grad_output)
+        return y.detach()
+
+    return step
+
+
+def compiled(model: nn.Module, make_step: Callable, x: Tensor) -> tuple[Callable[[], Tensor], Tensor, float, int]:
+    """A step of the compiled model, the output of its first, the seconds that this took, and the number of kernels."""
+    metrics.reset()
+    step = make_step(torch.compile(model, fullgraph=True, dynamic=False), x)
+    begin = time.perf_counter()
+    output = step()
+    synchronize()
+    return step, output, time.perf_counter() - begin, metrics.generated_kernel_count
+
+
+def compare(work: str, blocks: nn.Sequential, make_step: Callable, x: Tensor, limit: float, rounds: int) -> list[dict]:
+    torch.compiler.reset()
+    models = {"resident": blocks, "offload": copied_to(blocks, "offload")}
+    clear = {name: lambda model=model: model.zero_grad(set_to_none=True) for name, model in models.items()}
+    steps, outcomes, records = {}, {}, {}
+    for name, model in models.items():
+        clear[name]()
+        steps[name], output, seconds, kernels = compiled(model, make_step, x)
+        trained = any(parameter.grad is not None for parameter in model.parameters())
+        outcomes[name] = [value.cpu() for value in (gradients(model) if trained else [output])]
+        records[name] = {
+            "work": work,
+            "tokens": x.shape[:2].numel(),
+            "variant": name,
+            "compile": seconds,
+            "kernels": kernels,
+        }
+    times = measure(steps, rounds, prepare=clear)
+    ideal = max(times["resident"].median, limit)
+    for name, record in records.items():
+        pairs = zip(outcomes[name], outcomes["resident"], strict=True)
+        record |= {"seconds": vars(times[name]), "ideal": ideal, "ratio": ideal / times[name].median}
+        record["equal"] = all(equal(one, other) for one, other in pairs)
+    return list(records.values())
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=7).parse_args()
+    device = compute_device(options.tiny)
+    torch_offload.set_budget(0)
+    inductor_config.force_disable_caches = True
+    torch.compile(torch.sin)(torch.ones(4, device=device))  # the compiler's own start is nobody's
+    shape = TINY if options.tiny else LLAMA_8B
+    rounds = 1 if options.tiny else options.rounds
+    rates = link_rates(options.tiny)
+    print(rates, flush=True)
+
+    records = []
+    for work, count, lengths in (
+        ("forward", 1 if options.tiny else 12, [4] if options.tiny else [1, 16384]),
+        ("training", 1 if options.tiny else 8, [4] if options.tiny else [16384]),
+    ):
+        blocks = make_blocks(count, shape, torch.bfloat16, device)
+        total = parameter_bytes(blocks)
+        limit = total / rates.down + (total / rates.duplex if work == "training" else 0)
+        for tokens in lengths:
+            x = make_input(tokens, shape, torch.bfloat16, device)
+            records += compare(work, blocks, forward_step if work == "forward" else training_step, x, limit, rounds)
+    rows = [
+        [
+            *[record["work"], record["tokens"], record["variant"], f"{record['compile']:.1f}", record["kernels"]],
+            ms(record["seconds"]["median"]),
+            f"{ms(record['seconds']['least'])}-{ms(record['seconds']['most'])}",
+            *[ms(record["ideal"]), f"{record['ratio']:.3f}", "yes" if record["equal"] else "NO"],
+        ]
+        for record in records
+    ]
+    print_table(COLUMNS, rows)
+    write_record("compile", {"link": vars(rates), "runs": records})
+    if not all(record["equal"] for record in records if record["work"] == "forward"):
+        raise SystemExit("the compiled offload model's output differs from the compiled resident model's.")
+
+
+if __name__ == "__main__":
+    main()

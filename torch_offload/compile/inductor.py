@@ -1,0 +1,100 @@
+"""Inductor: how a graph that holds offload tensors becomes code.
+
+Note [Graphs of one device and offload]
+Inductor compiles graphs of one device, beside which there may be CPU tensors. Offload tensors are such guests too: the kernels
+that it generates touch none of their bytes, which copies may be writing at the time. What touches them are calls of
+``offload::fetch``, ``give`` and ``write_``, and between these the kernels are those of a graph without offload. So
+  - the devices of a graph are counted without offload, but its own pass also runs where only what is inside of the graph is on
+    offload; and no offload tensor is laid out anew for a convolution: the three overrides here, which hold for 2.11 to 2.15;
+  - memory that a fetch gave is the cache's, and what is given away is a Block's: inductor reuses neither for other values;
+  - what is left of operations on offload tensors is moved to the device (`on_device`);
+  - a kernel over offload tensors is refused.
+register() runs when inductor first compiles something and asks the device module for a backend (``torch.offload.Scheduling``).
+"""
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch._inductor.codegen.common import register_backend_for_device
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.fx_passes import post_grad
+from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.virtualized import V
+
+from torch_offload import _C
+from torch_offload.compile.on_device import FETCH, GIVE, OnDevice, home_of
+
+
+class _NoKernels(CppScheduling):
+    def codegen_node(self, node: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"torch.compile: {node.get_name()} would compute on offload tensors without a fetch. This is a bug of "
+            "torch_offload, please report it; meanwhile leave the function out of the graph with torch.compiler.disable."
+        )
+
+
+def _override() -> None:
+    count, prefer_channels_last = GraphLowering.add_device_info, GraphLowering.find_nodes_prefer_channels_last
+    devices_outside = post_grad.get_all_devices
+
+    @functools.wraps(count)
+    def add_device_info(self: GraphLowering, device: torch.device) -> None:
+        if device.type != "offload":
+            count(self, device)
+
+    @functools.wraps(prefer_channels_last)
+    def find_nodes_prefer_channels_last(self: GraphLowering) -> Any:
+        found = prefer_channels_last(self)
+        return type(found)(node for node in found if home_of(node) is None)
+
+    @functools.wraps(devices_outside)
+    def get_all_devices(graph_module: Any) -> Any:
+        found = devices_outside(graph_module)
+        home = home_of(list(graph_module.graph.nodes))
+        return found if home is None else type(found)([*found, home])
+
+    GraphLowering.add_device_info = add_device_info
+    GraphLowering.find_nodes_prefer_channels_last = find_nodes_prefer_channels_last
+    post_grad.get_all_devices = get_all_devices
+
+
+def _lower() -> None:
+    call_fetch, call_give = (fallback_handler(op, add_to_fallback_set=False) for op in (FETCH, GIVE))
+
+    @register_lowering(FETCH, type_promotion_kind=None)
+    def fetch(self: Any, device: torch.device) -> Any:
+        result = call_fetch(self, device)
+        V.graph.never_reuse_buffers.add(result.get_name())
+        return result
+
+    @register_lowering(GIVE, type_promotion_kind=None)
+    def give(self: Any, device: torch.device) -> Any:
+        self.realize()
+        V.graph.never_reuse_buffers.add(self.get_name())
+        return call_give(self, device)
+
+
+@functools.cache
+def register() -> None:
+    """Makes offload a device of inductor's.
+
+    Raises:
+        ImportError: this torch's inductor lacks what has to be overridden, and the process has offload tensors.
+    """
+    try:
+        _override()
+    except AttributeError as error:
+        if not _C.in_use():
+            return  # nobody's concern
+        raise ImportError(
+            f"torch_offload: inductor has changed in torch {torch.__version__} ({error}), and its graphs can't hold offload "
+            'tensors; compile with backend="aot_eager", or use a torch that this release of torch_offload supports.'
+        ) from error
+    _lower()
+    register_backend_for_device(
+        "offload", _NoKernels, PythonWrapperCodegen, CppWrapperCpu, device_custom_pass=OnDevice()
+    )

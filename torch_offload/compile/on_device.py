@@ -1,0 +1,183 @@
+"""The pass over inductor's graphs: what is done to offload tensors is done on the device, between fetches and stashes.
+
+Most of a graph is so already, since the generic kernel runs while it is traced. What is left are writes in place, which PyTorch
+traces as new values and a `copy_` at the end, and factories. The pass runs after the partitioner and behind passes that users
+set; inductor makes it part of the key of its caches.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphModulePass, get_hash_for_files
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torch_offload import _C
+
+FETCH, STASH = torch.ops.offload.fetch.default, torch.ops.offload.stash.default
+GIVE, WRITE = torch.ops.offload.give.default, torch.ops.offload.write_.default
+
+
+def _tensors(nodes: Any) -> list[torch.Tensor]:
+    """The values of all nodes in a structure of arguments."""
+    values = [node.meta.get("val") for node in tree_leaves(nodes) if isinstance(node, fx.Node)]
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def home_of(nodes: Any) -> torch.device | None:
+    """The offload device of the first such value; None where there is none."""
+    return next((value.device for value in _tensors(nodes) if value.device.type == "offload"), None)
+
+
+def _storages(nodes: Any) -> set[int]:
+    return {value.untyped_storage()._cdata for value in _tensors(nodes)}
+
+
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
+
+
+def _may_be_reinplaced(target: Any) -> bool:
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    name = getattr(target, "__name__", "")
+    return "scatter" in name or "index_put" in name
+
+
+def _infer(node: fx.Node) -> None:
+    """Gives a node the value that inductor reads shapes, strides and devices from."""
+    args, kwargs = tree_map(
+        lambda value: value.meta["val"] if isinstance(value, fx.Node) else value, (node.args, node.kwargs)
+    )
+    fakes = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
+    with fakes[0].fake_mode if fakes else torch._guards.detect_fake_mode():
+        node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(op, args)
+    _infer(node)
+    return node
+
+
+def _stash_behind(graph: fx.Graph, node: fx.Node, home: torch.device) -> None:
+    with graph.inserting_after(node):
+        stashed = _call(graph, STASH, node, home)
+    node.replace_all_uses_with(stashed, delete_user_cb=lambda user: user is not stashed)
+
+
+def _move(graph: fx.Graph, node: fx.Node) -> None:
+    """Fetches a node's operands, and stashes what it gives if that was on offload."""
+    stays = home_of(node) is None
+    home = home_of([node, node.all_input_nodes])
+    device = _C.paired_device(home.index or 0)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type == "offload":
+            # Where the CPU computes, its index stands for the cache, and nothing but a fetch knows of that.
+            return torch.device("cpu") if device.type == "cpu" else device
+        return _call(graph, FETCH, value, device) if isinstance(value, fx.Node) and home_of(value) else value
+
+    with graph.inserting_before(node):
+        node.args, node.kwargs = tree_map(moved, (node.args, node.kwargs))
+    several = not isinstance(node.meta.get("val"), torch.Tensor)
+    _infer(node)
+    if stays:
+        return
+    for result in list(node.users) if several else [node]:
+        if result is not node:
+            _infer(result)
+        _stash_behind(graph, result, home)
+
+
+def _write(graph: fx.Graph, node: fx.Node) -> None:
+    """The `copy_` with which a graph ends that changes one of its inputs."""
+    target, value = node.args[:2]
+    with graph.inserting_before(node):
+        _call(graph, WRITE, target, value)
+    node.replace_all_uses_with(target)
+    graph.erase_node(node)
+
+
+def _skip_round_trips(graph: fx.Graph) -> None:
+    """What a graph stashes and reads itself is taken from before the stash."""
+    for node in list(graph.nodes):
+        if node.target not in (FETCH, WRITE):
+            continue
+        place = 0 if node.target is FETCH else 1
+        source = node.args[place]
+        if not isinstance(source, fx.Node) or source.target is not STASH:
+            continue
+        value = source.args[0]
+        if node.target is WRITE:
+            node.update_arg(place, value)
+        elif value.meta["val"].device == node.meta["val"].device:
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+
+
+def _give(graph: fx.Graph) -> None:
+    """What a graph made for itself alone, and stashes, gives its memory away instead of being copied."""
+    if config.triton.cudagraphs:
+        return  # the memory may belong to a CUDA graph
+    held: set[int] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr") or node.target is FETCH:
+            held |= _storages(node)
+        elif node.op == "output":
+            held |= _storages(node.args)
+    for node in graph.nodes:
+        if node.target is STASH and not held & _storages(node.args[0]):
+            node.target = GIVE
+
+
+def _keep_from_writes(graph: fx.Graph) -> None:
+    """Inductor makes some operations write into an operand that is used no more; what is fetched or given has other readers."""
+    shared: set[int] = set()
+    for node in graph.nodes:
+        if node.target in (FETCH, GIVE):
+            shared |= _storages(node if node.target is FETCH else node.args[0])
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, fx.Node) or not shared & _storages(value):
+            return value
+        return _call(graph, torch.ops.aten.clone.default, value)
+
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _may_be_reinplaced(node.target):
+            with graph.inserting_before(node):
+                node.args, node.kwargs = tree_map(kept, (node.args, node.kwargs))
+
+
+class OnDevice(CustomGraphModulePass):
+    """The pass; see above."""
+
+    def __call__(self, graph_module: fx.GraphModule) -> None:
+        if V.aot_compilation:
+            raise NotImplementedError(
+                "torch_offload: AOTInductor packages code without Python, and weights on offload need this package to be "
+                "fetched; package the model with its weights on the device that computes, or use torch.compile."
+            )
+        graph = graph_module.graph
+        for node in list(graph.nodes):
+            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+                continue
+            if node.target.namespace == "offload" or _is_view(node.target):
+                continue
+            if node.target is torch.ops.aten.copy_.default and home_of(node.args[0]):
+                _write(graph, node)
+            elif home_of([node, node.all_input_nodes]):
+                _move(graph, node)
+        _skip_round_trips(graph)
+        _give(graph)
+        _keep_from_writes(graph)
+        graph.eliminate_dead_code()
+        graph_module.recompile()
+
+    def uuid(self) -> bytes:
+        """Changes when a file of this folder does: all of them decide on what ends up in a cache."""
+        return get_hash_for_files(tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py"))))
