@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Under pytest-xdist every process has one worker; alone it has one for each core.
-    workers = 1 if hasattr(config, "workerinput") else min(8, len(os.sched_getaffinity(0)))
+    workers = 1 if hasattr(config, "workerinput") else min(12, len(os.sched_getaffinity(0)))
     whole = config.getoption("--whole", default=False)
     config.opinfo_pool = Pool(workers, None if whole else FAST_SAMPLES, WHOLE_LIMIT if whole else FAST_LIMIT)
 

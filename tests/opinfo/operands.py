@@ -99,7 +99,7 @@ def result_device(operands: list[torch.Tensor]) -> torch.device:
         return COMPUTE
     if GPU and any(t.device.type == "cuda" for t in plain) and not any(t.dim() > 0 for t in offload):
         return COMPUTE
-    return OFFLOAD if offload else COMPUTE
+    return OFFLOAD if offload or not plain else COMPUTE
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,17 +21,25 @@ class Worker:
         # Without caches of its own for small pieces the C library can fill all that it gives out.
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         environment["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=0"
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 (the process writes to it as long as it lives)
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "worker.py")],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
             text=True,
         )
         self.lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self.read, daemon=True).start()
-        self.names = json.loads(self.lines.get(timeout=START_LIMIT) or '{"names": []}')["names"]
+        first = self.lines.get(timeout=START_LIMIT)
+        if not first:
+            errors.seek(0)
+            said = errors.read().decode(errors="replace").strip()
+            raise RuntimeError(
+                f"a process for PyTorch's op database ended while it started ({self.stop()}): {said[-2000:]}"
+            )
+        self.names = json.loads(first)["names"]
 
     def read(self) -> None:
         for line in self.process.stdout:
@@ -66,16 +75,24 @@ class Pool:
     def names(self) -> list[str]:
         """All entries of this torch."""
         if not self.known_names:
-            worker = self.idle.get() or Worker()
+            worker = self.take()
             self.known_names = worker.names
             self.idle.put(worker)
         return self.known_names
+
+    def take(self) -> Worker:
+        worker = self.idle.get()
+        try:
+            return worker or Worker()
+        except BaseException:
+            self.idle.put(None)
+            raise
 
     def submit(self, name: str) -> "Future[dict]":
         return self.threads.submit(self.look, name)
 
     def look(self, name: str) -> dict:
-        worker = self.idle.get() or Worker()
+        worker = self.take()
         skip: dict[str, str] = {}
         try:
             while True:
@@ -86,6 +103,7 @@ class Pool:
                 if done is not None:
                     done["failures"] |= skip
                     return done
+                worker = None
                 worker = Worker()
                 if at is None or len(skip) == 4:
                     return {"samples": {}, "failures": skip, "plain_errors": [], "error": how, "seconds": self.limit}

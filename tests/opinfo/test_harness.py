@@ -1,6 +1,8 @@
 """The harness itself: it sees what is wrong, outlives what hangs, and holds the list of known differences to be true."""
 
+import os
 import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,9 @@ import known
 import pytest
 import torch
 from entry import Entry
+from helpers import COMPUTE, CPU, assert_same
 from pool import Pool
+from truth import HostDraws, other_seeds, varies
 
 
 @dataclass
@@ -99,8 +103,10 @@ def test_right_is_right():
     assert looked == {"forward", "backward", "out", "noncontiguous"}
 
 
+@pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_results(name):
+def test_wrong_results(name, gpu, monkeypatch):
+    monkeypatch.setattr(sys.modules[Entry.__module__], "GPU", gpu)  # where more than one answer may be right
     _, failures = look(WRONG[name])
     assert {("mixed", "forward"), ("offload", "forward")} <= set(failures)
 
@@ -133,6 +139,13 @@ def test_a_worker_that_gives_no_answer_is_replaced():
         assert answer["samples"]["mixed backward"] == 1
     finally:
         pool.close()
+
+
+def test_a_worker_that_can_not_start_says_why(tmp_path, monkeypatch):
+    (tmp_path / "expecttest.py").write_text("raise ImportError('no such module here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(RuntimeError, match=r"(?s)ended while it started .*no such module here"):
+        Pool(1, 1, 60.0).names()
 
 
 def answer(**failures: str) -> dict:
@@ -183,3 +196,40 @@ def test_the_published_list_is_the_one_that_is_kept():
     assert tool["runs"](record, "offload", "out") == (2, 2)
     assert tool["share"](1000, 999) == "999 of 1,000 (99.9 %)"
     assert tool["share"](10000, 9999).endswith("(99.9 %)")
+
+
+DRAWS = {
+    "rand": lambda device: torch.rand(3, 4, device=device),
+    "randint": lambda device: torch.randint(9, (5,), device=device),
+    "randn_like": lambda device: torch.randn_like(torch.empty(4, device=device)),
+    "uniform_": lambda device: torch.zeros(4, device=device).uniform_(1, 2),
+    "module": lambda device: torch.nn.Linear(3, 2, device=device).weight.detach(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_on_the_host_are_the_hosts(name):
+    torch.manual_seed(3)
+    expected = DRAWS[name](CPU)
+    torch.manual_seed(3)
+    with HostDraws():
+        actual = DRAWS[name](COMPUTE)
+    assert actual.device == COMPUTE
+    assert_same(actual, expected)
+
+
+def test_other_seeds():
+    def draw():
+        torch.manual_seed(42)  # as an entry of the database does
+        return torch.rand(3)
+
+    with other_seeds(0):
+        assert_same(draw(), draw())
+    with other_seeds(1):
+        other = draw()
+    assert not torch.equal(other, draw())
+
+
+def test_what_varies_is_found_out():
+    assert not varies(lambda: 1, lambda found: found == 1)
+    assert varies(iter(range(100)).__next__, lambda found: found == 0)

@@ -1,0 +1,45 @@
+"""What else may be right on a GPU: the host draws and writes there too, and not every kernel gives the same twice."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from helpers import CPU
+from torch.utils._python_dispatch import TorchDispatchMode
+
+REPEATS = 8
+
+
+@contextmanager
+def other_seeds(offset: int) -> Iterator[None]:
+    """Within it every seed is another one, also where an entry of the database sets its own."""
+    original = torch.manual_seed
+    torch.manual_seed = lambda seed: original(int(seed) + offset)
+    try:
+        yield
+    finally:
+        torch.manual_seed = original
+
+
+class HostDraws(TorchDispatchMode):
+    """Factories and writes draw their random numbers on the host, as on offload; all else stays where it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        first = func._schema.arguments[0]
+        if first.alias_info is not None and first.alias_info.is_write:
+            return args[0].copy_(func(args[0].to(CPU), *args[1:], **kwargs))
+        if func.__name__.split(".")[0].endswith("_like"):
+            device = kwargs.get("device") or args[0].device
+            return func(args[0].to(CPU), *args[1:], **{**kwargs, "device": CPU}).to(device)
+        if kwargs.get("device") is not None:
+            return func(*args, **{**kwargs, "device": CPU}).to(kwargs["device"])
+        return func(*args, **kwargs)
+
+
+def varies(again: Callable[[], Any], same: Callable[[Any], bool]) -> bool:
+    """Whether the plain device gives something else when it is asked again and again."""
+    return any(not same(again()) for _ in range(REPEATS))
