@@ -300,3 +300,46 @@ def test_forward_mode():
         return primal, tangent
 
     same(run)
+
+
+DUAL = {
+    "multiply": (lambda x, w: w * 2, (8,)),
+    "sine": (lambda x, w: w.sin(), (8,)),
+    "sum": (lambda x, w: w + w, (8,)),
+    "in place": (lambda x, w: w.clone().mul_(w), (8,)),
+    "beside activations": (lambda x, w: x * w, (8,)),
+    "linear": (lambda x, w: F.linear(x, w), (5, 8)),
+    "conv": (lambda x, w: F.conv1d(x[None], w), (2, 3, 2)),
+    "layer_norm": (lambda x, w: F.layer_norm(x, (8,), w), (8,)),
+    "clone": (lambda x, w: w.clone(), (8,)),
+    "view": (lambda x, w: w.view(-1).sum(), (5, 8)),
+    "embedding": (lambda x, w: F.embedding(torch.tensor([1, 2], device=x.device), w), (5, 8)),
+    "there and back": (lambda x, w: (w * 2).to(w.device) * 3, (8,)),
+}
+
+
+@pytest.mark.parametrize("name", DUAL)
+@pytest.mark.parametrize("transform", [False, True], ids=["dual level", "torch.func"])
+def test_forward_mode_by_weights(name, transform):
+    """Tangents of tensors on offload."""
+    function, shape = DUAL[name]
+
+    def run(device):
+        x = data(3, 8)
+        w, tangent = data(*shape, seed=1).to(device), data(*shape, seed=2).to(device)
+        if transform:
+            return torch.func.jvp(lambda w: function(x, w), (w,), (tangent,))
+        with torch.autograd.forward_ad.dual_level():
+            result = torch.autograd.forward_ad.unpack_dual(function(x, torch.autograd.forward_ad.make_dual(w, tangent)))
+        assert result.tangent.device == result.primal.device
+        return tuple(result)
+
+    same(run)
+
+
+def test_hessian_by_weights():
+    def run(device):
+        w = data(4, seed=1).to(device)
+        return torch.func.hessian(lambda w: (w.sin() * w).sum())(w)
+
+    same(run)

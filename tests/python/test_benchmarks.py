@@ -1,5 +1,6 @@
 """Every benchmark runs in a small version, to its end, and writes its figures."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -7,9 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = ["arena", "batches", "exactness", "forward", "load", "memory", "optimizer", "overhead", "residency", "training"]
+NAMES = [
+    "arena",
+    "batches",
+    "compile",
+    "exactness",
+    "forward",
+    "load",
+    "memory",
+    "optimizer",
+    "overhead",
+    "residency",
+    "training",
+]
 
 
 def test_every_benchmark_is_here() -> None:
@@ -28,6 +42,35 @@ def test_a_small_version_runs(name: str, tmp_path: Path) -> None:
     record = json.loads((tmp_path / f"{name}.json").read_text())
     assert record["machine"]["torch"]
     assert all(run.get("equal", True) for run in record.get("runs", []))
+
+
+@pytest.mark.parametrize(
+    ("options", "rates", "sizes", "missed"),
+    [
+        ([], [6.0, 9.0], [1.03], None),
+        ([], [9.0, 5.9], [1.0], "less than 6 times the rate"),
+        ([], [6.0], [1.0, 1.031], "more than 1.03 times the bytes"),
+        ([], [5.9], [1.031], "less than 6 times the rate.*\nmore than 1.03 times the bytes"),
+        (["--tiny"], [5.9], [1.0], None),
+        (["--tiny"], [5.9], [1.031], "^more than 1.03 times the bytes"),
+    ],
+)
+def test_the_exit_of_arena_tells_a_missed_goal(options, rates, sizes, missed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("arena", BENCHMARKS / "arena.py")
+    arena = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(arena)
+    monkeypatch.setattr(sys, "argv", ["arena.py", *options])
+    monkeypatch.setattr(arena, "compute_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(arena, "compare_rates", lambda *_: [{"ratio": ratio} for ratio in rates])
+    monkeypatch.setattr(arena, "compare_bytes", lambda *_: [{"ratio": ratio} for ratio in sizes])
+    monkeypatch.setattr(arena, "write_record", lambda *_: None)
+    if missed is None:
+        arena.main()
+    else:
+        with pytest.raises(SystemExit, match=missed) as exited:
+            arena.main()
+        assert isinstance(exited.value.code, str)  # which makes the status 1
 
 
 def test_a_full_benchmark_without_a_gpu_says_what_it_needs(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from helpers import CACHED, COMPUTE, OFFLOAD, assert_same, at, data, deterministic, grads, layers
+from helpers import CACHED, COMPUTE, OFFLOAD, SIM, assert_same, at, data, deterministic, grads, layers, passes
 
 import torch_offload
 
@@ -96,6 +96,40 @@ def test_gradients_of_many_micro_batches_go_home_once():
     assert up == sum(p.nbytes for p in net.parameters())
 
 
+def test_gradients_of_a_weight_that_is_used_twice_go_home_once_and_in_backward():
+    torch_offload.set_budget(64 * WEIGHT)
+    net = layers(6, WIDTH).to(OFFLOAD)
+    net[4].weight = net[0].weight
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
+    size = sum(p.nbytes for p in net.parameters())
+    x = data(16, WIDTH)
+    for step in range(3):
+        optimizer.zero_grad()
+        _, backward = moved(lambda: net(x).square().sum().backward())
+        _, rest = moved(optimizer.step)
+        if step > 0:
+            assert (backward, rest) == (size, 0)
+
+
+def test_what_is_only_added_to_a_gradient_never_leaves():
+    torch_offload.set_budget(64 * WEIGHT)
+    net = layers(6, WIDTH).to(OFFLOAD)
+    size = sum(p.nbytes for p in net.parameters())
+    x = data(16, WIDTH)
+    trips = [moved(lambda: net(x).square().sum().backward())[1] / size for _ in range(4)]
+    assert trips == [1, 1, 1, 1]  # nobody has read any: each addition may have been the last
+
+
+def test_gradients_of_activations_on_offload_never_leave():
+    torch_offload.set_budget(64 * WEIGHT)
+    net = layers(6, WIDTH).to(OFFLOAD)
+    x = data(16, WIDTH).to(OFFLOAD)
+    for _ in range(2):
+        net.zero_grad()
+        _, up = moved(lambda: net(x).square().sum().backward())
+        assert up == sum(p.nbytes for p in net.parameters())
+
+
 def test_results_that_the_host_does_not_read_never_leave():
     torch_offload.set_budget(64 * WEIGHT)
     net = layers(6, WIDTH).to(OFFLOAD)
@@ -142,10 +176,44 @@ def test_partial_writes_to_what_is_newer_on_the_device():
     assert_same(product.to(COMPUTE), expected)
 
 
-@pytest.mark.parametrize("budget", [-1, "half", "150%", 2.5, True])
+@pytest.mark.parametrize(
+    "budget",
+    [-1, 1 << 63, "", "half", "1e3", "150%", "-1%", "nan%", "%", " 40%", "40  %", 2.5, True, b"40%"],
+)
 def test_what_is_no_budget(budget):
+    torch_offload.set_budget(12345)
     with pytest.raises(ValueError, match="a budget is"):
         torch_offload.set_budget(budget)
+    assert torch_offload.get_budget() == 12345
+
+
+def device_bytes():
+    return 8 << 30 if SIM else torch.cuda.get_device_properties(0).total_memory
+
+
+SHARES = {"100%": 1.0, "50%": 0.5, "40%": 0.4, "12.5 %": 0.125, "0%": 0.0}
+
+
+@pytest.mark.parametrize("text", SHARES)
+def test_a_share_of_the_device(text):
+    torch_offload.set_budget(text)
+    assert torch_offload.get_budget() == int(SHARES[text] * device_bytes())
+
+
+@pytest.mark.parametrize(("text", "count"), [("4096", 4096), *SHARES.items()])
+def test_the_environment_takes_what_a_call_takes(text, count):
+    out = passes(
+        """
+        import torch, torch_offload
+        w = torch.ones(3, 3, device="offload")
+        w @ w
+        print(torch_offload.get_budget())
+        """,
+        TORCH_OFFLOAD_BUDGET=text,
+    )
+    assert int(out) == (count if isinstance(count, int) else int(count * device_bytes()))
+    torch_offload.set_budget(text)
+    assert torch_offload.get_budget() == int(out)
 
 
 def test_settings():
@@ -153,8 +221,30 @@ def test_settings():
     assert torch_offload.get_budget() == 12345
     torch_offload.set_budget("auto")
     assert torch_offload.get_budget() > 12345
-    torch_offload.set_budget("0%")
-    assert torch_offload.get_budget() == 0
+
+
+@pytest.mark.parametrize("call", ["get_budget()", "memory_summary()"])
+def test_an_automatic_budget_is_known_before_the_first_fetch(call):
+    out = passes(
+        f"""
+        import torch, torch_offload
+        from torch_offload import _C
+        print(_C.in_use(), torch.cuda.is_initialized())
+        torch_offload.memory_stats()
+        torch_offload.empty_cache()
+        print(_C.in_use(), torch.cuda.is_initialized())
+        torch_offload.{call}
+        before = torch_offload.get_budget()
+        w = torch.ones(300, 300, device="offload")
+        torch.ones(300, device="{COMPUTE}") @ w
+        print(before, torch_offload.get_budget())
+        """
+    )
+    unused, still, budgets = out.splitlines()
+    assert unused == still == "False False"
+    before, after = map(int, budgets.split())
+    assert before > 0.2 * device_bytes()
+    assert abs(after - before) <= 64 << 20
 
 
 def filled(free):

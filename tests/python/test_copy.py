@@ -199,6 +199,18 @@ def test_copy_onto_itself():
     assert_same(t, numbers((4, 4), torch.float32).t().contiguous())
 
 
+@pytest.mark.parametrize("cut", [(slice(1, None), slice(None, -1)), (slice(None, -2), slice(2, None))])
+def test_copy_between_views_that_overlap_is_pytorchs_error(cut):
+    t = torch.arange(8.0, device=OFFLOAD)
+    with pytest.raises(
+        RuntimeError, match="some elements of the input tensor and the written-to tensor refer to a single"
+    ):
+        t[cut[0]].copy_(t[cut[1]])
+    assert_same(t, torch.arange(8.0))
+    t[:4].copy_(t[4:])
+    assert t.tolist() == [4, 5, 6, 7, 4, 5, 6, 7]
+
+
 @pytest.mark.parametrize(("source", "target"), WAYS)
 def test_versions(source, target):
     start = torch.ones(4, device=PLACES[source])

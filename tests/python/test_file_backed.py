@@ -26,11 +26,14 @@ def net():
     return nn.Sequential(nn.Linear(8, 70), nn.GELU(), nn.BatchNorm1d(70), nn.Linear(70, 8))
 
 
-@pytest.fixture(params=["aligned", "as in a file"])
+@pytest.fixture(params=["aligned", "as in a file", "of torch.save"])
 def aligned(request, tmp_path):
     """A file of a network, and that network on the CPU."""
     torch.manual_seed(0)
     plain = net()
+    if request.param == "of torch.save":
+        torch.save(plain.state_dict(), tmp_path / "n.pt")
+        return tmp_path / "n.pt", plain
     # The second kind is 4 bytes off any address that an allocator would give.
     pad = 0 if request.param == "aligned" else 4
     return write(tmp_path / "n.safetensors", dict(plain.state_dict()), pad), plain

@@ -131,3 +131,36 @@ def test_plain_operands_are_left_alone(library):
     y = getattr(torch.ops, library.ns).scale(x)
     assert y.device == CPU
     assert_same(y, 2 * x)
+
+
+def test_a_write_beside_a_new_value_is_computed(library):
+    """Like a norm with running statistics: the new value decides where, and what is written to follows."""
+    library.define("norm(Tensor x, Tensor(a!) mean) -> Tensor")
+
+    def norm(x, mean):
+        mean.mul_(0.5).add_(x.mean())
+        return x - x.mean()
+
+    library.impl("norm", norm, "CompositeExplicitAutograd")
+    operation = getattr(torch.ops, library.ns).norm
+    x, _ = numbers()
+    mean = torch.ones((), device=COMPUTE)
+    expected = operation(x, mean)
+    for place in (COMPUTE, OFFLOAD):
+        running = torch.ones((), device=OFFLOAD)
+        version = running._version
+        result = operation(x.to(place), running)
+        assert result.device.type == place.type
+        assert running.device.type == "offload"
+        assert running._version > version
+        assert_same((result, running), (expected, mean))
+
+
+@pytest.mark.gpu
+def test_a_write_without_a_kernel_on_the_host(library):
+    library.define("double_(Tensor(a!) x) -> ()")
+    library.impl("double_", lambda x: (x.mul_(2), None)[1], "CUDA")
+    x = torch.arange(4.0, device=OFFLOAD)
+    getattr(torch.ops, library.ns).double_(x)
+    assert x.device.type == "offload"
+    assert x.tolist() == [0.0, 2.0, 4.0, 6.0]

@@ -1,5 +1,7 @@
 """Where a value is born and where work on it is done, as seen in the bytes that cross the link."""
 
+import warnings
+
 import pytest
 import torch
 from helpers import COMPUTE, CPU, HOST, OFFLOAD, SIM, assert_same, at
@@ -167,3 +169,14 @@ def test_host_fallbacks_are_counted():
     before = sum(torch_offload.memory_stats()["host_fallbacks"].values())
     a @ a
     assert sum(torch_offload.memory_stats()["host_fallbacks"].values()) > before
+
+
+@pytest.mark.gpu
+def test_a_large_host_fallback_is_said_once():
+    a = torch.ones(1500, 1500, dtype=torch.int64, device=OFFLOAD)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        a @ a
+        a @ a
+    (sentence,) = [str(warning.message) for warning in seen if "no CUDA kernel" in str(warning.message)]
+    assert "its operands of 36000000 bytes" in sentence

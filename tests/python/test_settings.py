@@ -1,6 +1,8 @@
 """A setting that does nothing, or hurts, says so, in one sentence."""
 
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,9 +36,20 @@ def test_a_misspelt_name():
         assert word in sentence, (word, sentence)
 
 
+def test_the_table_of_settings_is_whole():
+    (sentence,) = told(TORCH_OFFLOAD_NONE="1", TORCH_OFFLOAD_LINK="sim")
+    known = re.search(r"may follow: ([A-Z_, ]+)\.", sentence)[1].split(", ")
+    table = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text().split("## Settings")[1]
+    assert sorted(re.findall(r"^\| `TORCH_OFFLOAD_([A-Z_]+)", table, re.MULTILINE)) == known
+
+
 def test_a_setting_of_a_cache_where_there_is_none():
     (sentence,) = told(
-        TORCH_OFFLOAD_LINK="none", TORCH_OFFLOAD_BUDGET="4096", TORCH_OFFLOAD_EVICT="1", TORCH_OFFLOAD_RING_BYTES=""
+        TORCH_OFFLOAD_LINK="none",
+        TORCH_OFFLOAD_SEED="",
+        TORCH_OFFLOAD_BUDGET="4096",
+        TORCH_OFFLOAD_EVICT="1",
+        TORCH_OFFLOAD_RING_BYTES="",
     )
     assert "TORCH_OFFLOAD_BUDGET" in sentence
     assert "TORCH_OFFLOAD_EVICT" in sentence
@@ -50,6 +63,23 @@ def test_a_call_where_there_is_no_cache(setting):
     with pytest.warns(UserWarning, match=r"4096 bytes does nothing here.*no cache"):
         setting(4096)
     assert torch_offload.get_budget() == torch_offload.get_ring_bytes() == 0
+
+
+@pytest.mark.skipif(not HOST, reason="there is a cache")
+def test_a_share_where_there_is_no_cache():
+    with pytest.warns(UserWarning, match=r"a budget of 40% does nothing here.*no cache"):
+        torch_offload.set_budget("40%")
+    assert torch_offload.get_budget() == 0
+
+
+@pytest.mark.parametrize(("link", "said"), [("sim", False), ("none", True), ("auto", True)])
+def test_a_seed_is_for_the_simulation(link, said):
+    sentences = told(TORCH_OFFLOAD_LINK=link, TORCH_OFFLOAD_SEED="3")
+    assert len(sentences) == said
+    for sentence in sentences:
+        assert "TORCH_OFFLOAD_SEED" in sentence
+        assert "does nothing here" in sentence
+        assert "TORCH_OFFLOAD_LINK=sim" in sentence
 
 
 def test_an_automatic_budget_needs_no_word():
@@ -107,7 +137,7 @@ def test_what_is_no_ring(value):
     assert torch_offload.get_ring_bytes() == before
 
 
-@pytest.mark.parametrize(("name", "value"), [("EVICT", "yes"), ("VALIDATE", "1.5"), ("FAULT", "-1"), ("BUDGET", " ")])
+@pytest.mark.parametrize(("name", "value"), [("EVICT", "yes"), ("VALIDATE", "1.5"), ("FAULT", "-1"), ("SEED", " ")])
 def test_values_that_do_not_parse(name, value):
     done = python(
         """

@@ -122,11 +122,12 @@ def test_sharing_between_forward_and_backward(device):
 
 
 def test_sharing_what_is_on_the_device_alone():
+    before = torch.offload.memory_stats()["device.dirty_bytes.current"]  # other tests' results, which nobody has read
     value = at(OFFLOAD, 40, 40) + 1
     value.share_memory_()
     value.mul_(2)
     assert_same(value, (at(CPU, 40, 40) + 1) * 2)
-    assert torch.offload.memory_stats()["device.dirty_bytes.current"] == 0 or not CACHED
+    assert torch.offload.memory_stats()["device.dirty_bytes.current"] <= before
 
 
 def test_copies_are_private():

@@ -170,6 +170,21 @@ def test_set():
         torch.ones(3).set_(source)
 
 
+@pytest.mark.parametrize("device", [CPU, OFFLOAD], ids=str)
+@pytest.mark.parametrize(
+    ("offset", "sizes", "strides"),
+    [(-1, (2,), (1,)), (2, (2,), (-1,)), (2**62, (3,), (1,)), (0, (2**40, 2**40), (2**40, 1)), (0, (3,), (2**62,))],
+)
+def test_set_out_of_reach_is_refused(device, offset, sizes, strides):
+    storage = torch.arange(4.0, device=device).untyped_storage()
+    target = torch.ones(2, device=device)
+    with pytest.raises(RuntimeError, match=r"storage offset|strides|overflow"):
+        target.set_(storage, offset, sizes, strides)
+    assert storage.nbytes() == 16
+    if device == OFFLOAD:
+        assert_same(target, torch.ones(2))
+
+
 def test_data_assignment():
     parameter = torch.nn.Parameter(torch.ones(3, device=OFFLOAD))
     parameter.data = torch.arange(4.0, device=OFFLOAD)
