@@ -10,7 +10,7 @@ cxx_files = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
 # Keeps the source tree, which holds no built module, from hiding the installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help bootstrap build demo test opinfo core-test sanitize fuzz gpu-check format lint clean
+.PHONY: help bootstrap build demo test opinfo core-test sanitize fuzz exits gpu-check format lint clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -24,7 +24,7 @@ build: bootstrap ## Build the package and install it into the virtual environmen
 	$(venv)/bin/python -m pip install --quiet --no-build-isolation --no-deps .
 	@ln -sf build/torch-$(TORCH)*/compile_commands.json .
 
-demo: build ## Train a small network on the offload device
+demo: build ## Train two small networks on offload, and compare with the plain device
 	$(venv)/bin/python examples/digits.py
 
 test: core-test build ## Run all tests, C++ and Python
@@ -47,8 +47,12 @@ fuzz: ## Run core's random programs, SEEDS of each kind
 	@tools/bootstrap system
 	OFFLOAD_FUZZ_SEEDS=$(SEEDS) tools/core_test -R Fuzz
 
-gpu-check: ## Build and run all tests on this machine's GPU
-	tools/gpu_check cpp py
+RUNS ?= 200
+exits: build ## Let scripts end right after a backward, RUNS times
+	TORCH_OFFLOAD_TEST_EXITS=$(RUNS) $(venv)/bin/pytest tests/python/test_process.py::test_exit
+
+gpu-check: ## Build and run all tests on this machine's GPU, those for compute-sanitizer under it too
+	tools/gpu_check cpp py py-sanitizer
 
 format: bootstrap ## Format all sources
 	$(venv)/bin/clang-format -i $(cxx_files)

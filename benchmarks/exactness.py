@@ -27,6 +27,7 @@ import torch_offload
 
 # Products with these are rounded the same way on the host and on the GPU, and their product over a cycle is near 1.
 FACTORS = (1.25, -0.75, 1.125, 0.9375, -1.0)
+DTYPES = ["float32", "bfloat16", "float16"]
 # Of the gradients, the share that is compared on the host in one iteration; which ones changes from iteration to iteration.
 ON_HOST = 8
 
@@ -121,6 +122,7 @@ def check(dtype: torch.dtype, tiny: bool, iterations: int, device: torch.device)
 
 def main() -> None:
     options = arguments(__doc__)
+    options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     options.add_argument("--iterations", type=int, help="for each dtype (default: 50; tiny: 3)")
     options.add_argument(
         "--delay", type=int, nargs="?", const=500, default=0, metavar="US", help="microseconds (default: %(const)s)"
@@ -138,7 +140,7 @@ def main() -> None:
     torch_offload.set_budget(0)
     iterations = options.iterations or (3 if options.tiny else 50)
     wrong = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (getattr(torch, name) for name in options.dtypes):
         wrong[str(dtype)] = check(dtype, options.tiny, iterations, device)
         torch_offload.empty_cache()
     record = {"iterations": iterations, "delay_us": options.delay, "poison": options.poison, "wrong": wrong}
