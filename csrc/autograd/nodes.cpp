@@ -108,6 +108,7 @@ struct StashBackward final : Node {
 
   variable_list apply(variable_list&& inputs) override {
     if (!inputs[0].defined() || !task_should_compute_output(0)) return {at::Tensor()};
+    if (target.type() == kOffload) return {callStash(inputs[0], target)};
     // A copy: autograd adds to a gradient in place, and a fetched one is everybody's.
     return {callFetch(inputs[0], target).clone()};
   }
@@ -160,7 +161,8 @@ void recordStash(const at::Tensor& input, const at::Tensor& result, c10::Device 
 
 at::Tensor stashPlain(const at::Tensor& self, c10::Device home) {
   TORCH_CHECK(home.type() == kOffload, "offload: a result is stashed on an offload device, and not on ", home, ".");
-  return stashCopy(self, home, self.device(), purposeOfResult(), madeGradient.of);
+  const c10::Device computed = self.device().type() == kOffload ? c10::Device(c10::kCPU) : self.device();
+  return stashCopy(self, home, computed, purposeOfResult(), madeGradient.of);
 }
 
 // As a compiled graph calls it, which writes to `self` no more and has no other holder of its memory that could.
@@ -250,6 +252,7 @@ OFFLOAD_LIBRARY_IMPL(offload, Negative, m) {
 
 OFFLOAD_LIBRARY_IMPL(offload, PrivateUse1, m) {
   m.impl("fetch", fetchTo);
+  m.impl("stash", stashPlain);
   m.impl("write_", writePlain);
 }
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COMPUTE, HOST, OFFLOAD, SIM, assert_same, at, data, grads, passes, values
+from helpers import COMPUTE, OFFLOAD, SIM, assert_same, at, data, grads, passes, values
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -245,9 +245,6 @@ class Decaying(nn.Module):
         return y
 
 
-@pytest.mark.xfail(
-    HOST, reason="there a graph sees the change, as PyTorch's own graphs of a plain model do", strict=True
-)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_buffer_that_changes_after_its_use(backend):
     """What backward needs is what forward read, and no longer what the buffer holds."""
@@ -260,6 +257,33 @@ def test_a_buffer_that_changes_after_its_use(backend):
         step(x).sum().backward()
         torch.testing.assert_close(model.weight.grad.cpu(), plain.weight.grad.cpu())
         assert_same(model.scale, plain.scale)
+
+
+class Replaced(Decaying):
+    """What is written doesn't depend on what is read."""
+
+    def forward(self, x):
+        sines = (x * self.scale).sin()
+        with torch.no_grad():
+            self.scale.copy_(x.mean(0))
+        return (sines @ sines.t()) @ (x * self.weight) + sines
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_buffer_that_is_replaced_after_its_use(backend, inference):
+    x = data(4, 8)
+    plain, model = Replaced().to(COMPUTE), Replaced().to(OFFLOAD)
+    step = compiled(model, backend)
+    for _ in range(2):
+        with torch.set_grad_enabled(not inference):
+            expected, actual = plain(x), step(x)
+        torch.testing.assert_close(actual.cpu(), expected.cpu())
+        assert_same(model.scale, plain.scale)
+        if not inference:
+            plain.zero_grad(), model.zero_grad()
+            expected.sum().backward(), actual.sum().backward()
+            torch.testing.assert_close(model.weight.grad.cpu(), plain.weight.grad.cpu())
 
 
 def test_fetches_are_not_saved():
@@ -342,7 +366,7 @@ def test_meta_models():
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["value", "differentiable"])
-@pytest.mark.parametrize("name", ["fetch", "stash", "give", "write_"])
+@pytest.mark.parametrize("name", ["fetch", "stash", "copy", "give", "write_"])
 def test_opcheck(name, grad):
     if grad and name in ("give", "write_"):
         pytest.skip("graphs call it, below autograd")
@@ -351,13 +375,26 @@ def test_opcheck(name, grad):
     arguments = {
         "fetch": (offload, target),
         "stash": (plain, OFFLOAD),
+        "copy": (offload, OFFLOAD),
         "give": (plain, OFFLOAD),
         "write_": (offload, plain),
     }[name]
     tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
     # PyTorch has that one for operands on the CPU, CUDA and XPU.
-    tests += [] if grad and name == "fetch" else ["test_autograd_registration"]
-    torch.library.opcheck(getattr(torch.ops.offload, name).default, arguments, test_utils=tests)
+    tests += [] if grad and name in ("fetch", "copy") else ["test_autograd_registration"]
+    op = getattr(torch.ops.offload, "stash" if name == "copy" else name).default
+    torch.library.opcheck(op, arguments, test_utils=tests)
+
+
+def test_stash_of_what_is_on_offload_is_a_copy():
+    source = at(OFFLOAD, 3).requires_grad_()
+    copy = torch.ops.offload.stash(source, OFFLOAD)
+    assert copy.data_ptr() != source.data_ptr()
+    (copy * copy).sum().backward()
+    assert_same(source.grad, source.detach() + source.detach())
+    with torch.no_grad():
+        source.zero_()
+    assert_same(copy.detach(), at("cpu", 3))
 
 
 def test_another_inductor_is_refused():

@@ -26,7 +26,8 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
 from torch_offload import _C
-from torch_offload.compile.on_device import FETCH, GIVE, OnDevice, home_of
+from torch_offload.compile.graphs import FETCH, GIVE, home_of
+from torch_offload.compile.on_device import OnDevice
 
 
 class _NoKernels(CppScheduling):

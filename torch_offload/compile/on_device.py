@@ -13,28 +13,20 @@ from torch import fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphModulePass, get_hash_for_files
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from torch_offload import _C
-
-FETCH, STASH = torch.ops.offload.fetch.default, torch.ops.offload.stash.default
-GIVE, WRITE = torch.ops.offload.give.default, torch.ops.offload.write_.default
-
-
-def _tensors(nodes: Any) -> list[torch.Tensor]:
-    """The values of all nodes in a structure of arguments."""
-    values = [node.meta.get("val") for node in tree_leaves(nodes) if isinstance(node, fx.Node)]
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def home_of(nodes: Any) -> torch.device | None:
-    """The offload device of the first such value; None where there is none."""
-    return next((value.device for value in _tensors(nodes) if value.device.type == "offload"), None)
-
-
-def _storages(nodes: Any) -> set[int]:
-    return {value.untyped_storage()._cdata for value in _tensors(nodes)}
+from torch_offload.compile.graphs import (
+    FETCH,
+    GIVE,
+    STASH,
+    WRITE,
+    call,
+    home_of,
+    infer,
+    keep_what_is_overwritten,
+    storages,
+)
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
@@ -48,25 +40,9 @@ def _may_be_reinplaced(target: Any) -> bool:
     return "scatter" in name or "index_put" in name
 
 
-def _infer(node: fx.Node) -> None:
-    """Gives a node the value that inductor reads shapes, strides and devices from."""
-    args, kwargs = tree_map(
-        lambda value: value.meta["val"] if isinstance(value, fx.Node) else value, (node.args, node.kwargs)
-    )
-    fakes = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
-    with fakes[0].fake_mode if fakes else torch._guards.detect_fake_mode():
-        node.meta["val"] = node.target(*args, **kwargs)
-
-
-def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(op, args)
-    _infer(node)
-    return node
-
-
 def _stash_behind(graph: fx.Graph, node: fx.Node, home: torch.device) -> None:
     with graph.inserting_after(node):
-        stashed = _call(graph, STASH, node, home)
+        stashed = call(graph, STASH, node, home)
     node.replace_all_uses_with(stashed, delete_user_cb=lambda user: user is not stashed)
 
 
@@ -80,17 +56,17 @@ def _move(graph: fx.Graph, node: fx.Node) -> None:
         if isinstance(value, torch.device) and value.type == "offload":
             # Where the CPU computes, its index stands for the cache, and nothing but a fetch knows of that.
             return torch.device("cpu") if device.type == "cpu" else device
-        return _call(graph, FETCH, value, device) if isinstance(value, fx.Node) and home_of(value) else value
+        return call(graph, FETCH, value, device) if isinstance(value, fx.Node) and home_of(value) else value
 
     with graph.inserting_before(node):
         node.args, node.kwargs = tree_map(moved, (node.args, node.kwargs))
     several = not isinstance(node.meta.get("val"), torch.Tensor)
-    _infer(node)
+    infer(node)
     if stays:
         return
     for result in list(node.users) if several else [node]:
         if result is not node:
-            _infer(result)
+            infer(result)
         _stash_behind(graph, result, home)
 
 
@@ -98,7 +74,7 @@ def _write(graph: fx.Graph, node: fx.Node) -> None:
     """The `copy_` with which a graph ends that changes one of its inputs."""
     target, value = node.args[:2]
     with graph.inserting_before(node):
-        _call(graph, WRITE, target, value)
+        call(graph, WRITE, target, value)
     node.replace_all_uses_with(target)
     graph.erase_node(node)
 
@@ -127,11 +103,11 @@ def _give(graph: fx.Graph) -> None:
     held: set[int] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr") or node.target is FETCH:
-            held |= _storages(node)
+            held |= storages(node)
         elif node.op == "output":
-            held |= _storages(node.args)
+            held |= storages(node.args)
     for node in graph.nodes:
-        if node.target is STASH and not held & _storages(node.args[0]):
+        if node.target is STASH and not held & storages(node.args[0]):
             node.target = GIVE
 
 
@@ -140,12 +116,12 @@ def _keep_from_writes(graph: fx.Graph) -> None:
     shared: set[int] = set()
     for node in graph.nodes:
         if node.target in (FETCH, GIVE):
-            shared |= _storages(node if node.target is FETCH else node.args[0])
+            shared |= storages(node if node.target is FETCH else node.args[0])
 
     def kept(value: Any) -> Any:
-        if not isinstance(value, fx.Node) or not shared & _storages(value):
+        if not isinstance(value, fx.Node) or not shared & storages(value):
             return value
-        return _call(graph, torch.ops.aten.clone.default, value)
+        return call(graph, torch.ops.aten.clone.default, value)
 
     for node in list(graph.nodes):
         if node.op == "call_function" and _may_be_reinplaced(node.target):
@@ -163,6 +139,7 @@ class OnDevice(CustomGraphModulePass):
                 "fetched; package the model with its weights on the device that computes, or use torch.compile."
             )
         graph = graph_module.graph
+        keep_what_is_overwritten(graph)
         for node in list(graph.nodes):
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue

@@ -3,7 +3,7 @@
 A compiled graph saves what its backward needs. Of a weight that is the weight, on offload, and not what was fetched: all of
 them together would fill the GPU memory that offload is there to spare. PyTorch's partitioners have a mark for values that are
 computed again, and every fetch gets it, whichever compiler asks them; except of an input that the graph itself writes to,
-which has another value by then.
+which has another value by then: that is kept as it was.
 """
 
 import functools
@@ -11,22 +11,20 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy
-
-
-def _storage(node: Any) -> int:
-    return node.meta["val"].untyped_storage()._cdata
 
 
 def _marking(has_recomputable_ops: Callable[[Any], bool]) -> Callable[[Any], bool]:
     @functools.wraps(has_recomputable_ops)
     def mark_fetches(graph_module: Any) -> bool:
-        nodes = graph_module.graph.nodes
-        fetches = [node for node in nodes if node.target is torch.ops.offload.fetch.default]
-        written = {_storage(node.args[0]) for node in nodes if fetches and node.target is torch.ops.aten.copy_.default}
+        from torch_offload.compile import (
+            graphs,  # the operations that it names are registered by now
+        )
+
+        fetches = [node for node in graph_module.graph.nodes if node.target is graphs.FETCH]
+        written = graphs.keep_what_is_overwritten(graph_module.graph) if fetches else set()
         for node in fetches:
-            if _storage(node.args[0]) not in written:
+            if not written & graphs.storages(node.args[0]):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         return has_recomputable_ops(graph_module)
 

@@ -1,0 +1,70 @@
+"""What the passes over graphs share: where values live, which memory is written to, and operations that are put in between.
+
+Nothing here imports inductor: a program that compiles without it has no use for it.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointPolicy
+
+FETCH, STASH = torch.ops.offload.fetch.default, torch.ops.offload.stash.default
+GIVE, WRITE = torch.ops.offload.give.default, torch.ops.offload.write_.default
+
+
+def tensors(nodes: Any) -> list[torch.Tensor]:
+    """The values of all nodes in a structure of arguments."""
+    values = [node.meta.get("val") for node in tree_leaves(nodes) if isinstance(node, fx.Node)]
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def home_of(nodes: Any) -> torch.device | None:
+    """The offload device of the first such value; None where there is none."""
+    return next((value.device for value in tensors(nodes) if value.device.type == "offload"), None)
+
+
+def storages(nodes: Any) -> set[int]:
+    """Two values share memory where they share one of these."""
+    return {value.untyped_storage()._cdata for value in tensors(nodes)}
+
+
+def infer(node: fx.Node) -> None:
+    """Gives a node the value that compilers read shapes, strides and devices from."""
+    args, kwargs = tree_map(
+        lambda value: value.meta["val"] if isinstance(value, fx.Node) else value, (node.args, node.kwargs)
+    )
+    fakes = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
+    with fakes[0].fake_mode if fakes else torch._guards.detect_fake_mode():
+        node.meta["val"] = node.target(*args, **kwargs)
+
+
+def call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
+    """A new node at the place where the graph inserts."""
+    node = graph.call_function(op, args)
+    infer(node)
+    return node
+
+
+def keep_what_is_overwritten(graph: fx.Graph) -> set[int]:
+    """The inputs that the graph writes to, as storages().
+
+    Where there is no cache, what is fetched of them is their own memory, and graphs don't know: such fetches are made of copies
+    from before the write. A fetch through the cache has memory of its own, which no later write changes.
+    """
+    written: set[int] = set()
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.copy_.default:
+            written |= storages(node.args[0])
+    for node in graph.nodes:
+        if node.target is not FETCH or not written & storages(node.args[0]):
+            continue
+        source, device = node.args
+        if device.type == "cpu" and device.index is None:
+            with graph.inserting_before(node):
+                copy = call(graph, STASH, source, source.meta["val"].device)
+            copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.update_arg(0, copy)
+    return written
