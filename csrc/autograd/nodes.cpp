@@ -5,6 +5,7 @@
 #include "compat/make_node.h"
 #include "compat/registration.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -165,6 +166,16 @@ at::Tensor stashPlain(const at::Tensor& self, c10::Device home) {
   return stashCopy(self, home, computed, purposeOfResult(), madeGradient.of);
 }
 
+// As a compiled graph calls it, whose kernels are made for addresses that are multiples of `alignment`.
+at::Tensor fetchAligned(const at::Tensor& self, c10::Device target, std::int64_t alignment) {
+  at::Tensor fetched = fetchTo(self, target);
+  const auto address = reinterpret_cast<std::uintptr_t>(fetched.const_data_ptr());
+  if (address % static_cast<std::uintptr_t>(alignment) == 0) return fetched;
+  const auto bytes = at::detail::computeStorageNbytes(fetched.sizes(), fetched.strides(), fetched.dtype().itemsize());
+  const auto items = static_cast<std::int64_t>(bytes / fetched.dtype().itemsize());
+  return fetched.as_strided({items}, {1}).clone().as_strided(fetched.sizes(), fetched.strides(), 0);
+}
+
 // As a compiled graph calls it, which writes to `self` no more and has no other holder of its memory that could.
 at::Tensor givePlain(const at::Tensor& self, c10::Device home) {
   TORCH_CHECK(home.type() == kOffload, "offload: a result is given to an offload device, and not to ", home, ".");
@@ -234,6 +245,7 @@ OFFLOAD_LIBRARY(offload, m) {
   // A CUDA graph can't hold them: it would replay addresses that the cache has given to others since.
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def("fetch(Tensor self, Device device) -> Tensor", tags);
+  m.def("fetch.aligned(Tensor self, Device device, *, int alignment) -> Tensor", tags);
   m.def("stash(Tensor self, Device device) -> Tensor", tags);
   m.def("give(Tensor self, Device device) -> Tensor", tags);
   m.def("write_(Tensor(a!) self, Tensor value) -> ()", tags);
@@ -252,6 +264,7 @@ OFFLOAD_LIBRARY_IMPL(offload, Negative, m) {
 
 OFFLOAD_LIBRARY_IMPL(offload, PrivateUse1, m) {
   m.impl("fetch", fetchTo);
+  m.impl("fetch.aligned", fetchAligned);
   m.impl("stash", stashPlain);
   m.impl("write_", writePlain);
 }

@@ -1,6 +1,7 @@
 """torch.compile over offload tensors: one graph, and the results of the plain device's graph, bit by bit."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from helpers import COMPUTE, OFFLOAD, SIM, assert_same, at, data, grads, passes, values
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 BACKENDS = ["aot_eager", "inductor"]
@@ -384,6 +386,30 @@ def test_opcheck(name, grad):
     tests += [] if grad and name in ("fetch", "copy") else ["test_autograd_registration"]
     op = getattr(torch.ops.offload, "stash" if name == "copy" else name).default
     torch.library.opcheck(op, arguments, test_utils=tests)
+
+
+def test_kernels_know_that_what_is_fetched_is_aligned():
+    """And get it aligned, also where a later weight isn't."""
+    memory, x = at(OFFLOAD, 9, 9), data(9)
+
+    def function(w):
+        return (w * 2).sin() + x
+
+    step = compiled(function, "inductor")
+    _, (code,) = run_and_get_code(step, memory[0])
+    assert re.search(r"assert_alignment\(buf\d+, 16, 'torch.ops.offload.fetch", code)
+    for row in (1, 4):
+        torch.testing.assert_close(step(memory[row]), function(memory[row]))
+
+
+def test_an_aligned_fetch_of_what_is_not():
+    memory = at(OFFLOAD, 8, 9)
+    target = torch.device("cpu:0") if SIM else COMPUTE
+    for source in (memory, memory[1], memory[1:, 1], memory.t()[3:, 2:], memory[3].expand(4, 9), memory[1, :0]):
+        fetched = torch.ops.offload.fetch.aligned(source, target, alignment=16)
+        assert fetched.data_ptr() % 16 == 0
+        assert fetched.stride() == source.stride()
+        assert_same(fetched, source)
 
 
 def test_stash_of_what_is_on_offload_is_a_copy():

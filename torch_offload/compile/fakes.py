@@ -15,6 +15,10 @@ def _fetch(self: torch.Tensor, device: torch.device) -> torch.Tensor:
     return _on(self, torch.device("cpu") if device.type == "cpu" else device)
 
 
+def _fetch_aligned(self: torch.Tensor, device: torch.device, *, alignment: int) -> torch.Tensor:
+    return _fetch(self, device)
+
+
 def _write(self: torch.Tensor, value: torch.Tensor) -> None:
     return None
 
@@ -22,6 +26,7 @@ def _write(self: torch.Tensor, value: torch.Tensor) -> None:
 def register() -> None:
     """Tells ``torch.library``. They have to be Python: PyTorch lets one in C++ work on one device only."""
     torch.library.register_fake("offload::fetch", _fetch)
+    torch.library.register_fake("offload::fetch.aligned", _fetch_aligned)
     torch.library.register_fake("offload::stash", _on)
     torch.library.register_fake("offload::give", _on)
     torch.library.register_fake("offload::write_", _write)

@@ -23,6 +23,7 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.utils import GPU_ALIGN_BYTES, tensor_is_aligned
 from torch._inductor.virtualized import V
 
 from torch_offload import _C
@@ -64,11 +65,19 @@ def _override() -> None:
 
 
 def _lower() -> None:
-    call_fetch, call_give = (fallback_handler(op, add_to_fallback_set=False) for op in (FETCH, GIVE))
+    aligned = torch.ops.offload.fetch.aligned
+    call_fetch, call_aligned, call_give = (
+        fallback_handler(op, add_to_fallback_set=False) for op in (FETCH, aligned, GIVE)
+    )
 
     @register_lowering(FETCH, type_promotion_kind=None)
     def fetch(self: Any, device: torch.device) -> Any:
-        result = call_fetch(self, device)
+        if tensor_is_aligned(V.graph.current_node.args[0].meta["val"]):
+            result = call_aligned(self, device, alignment=GPU_ALIGN_BYTES)
+            # Inductor takes it to be no better aligned than its operand, of which it knows nothing.
+            V.graph.unaligned_buffers.discard(result.get_name())
+        else:
+            result = call_fetch(self, device)
         V.graph.never_reuse_buffers.add(result.get_name())
         return result
 
