@@ -107,6 +107,20 @@ def layers(count: int = 4, width: int = 8) -> torch.nn.Sequential:
     return torch.nn.Sequential(*[m for _ in range(count) for m in (torch.nn.Linear(width, width), torch.nn.GELU())])
 
 
+class Tied(torch.nn.Module):
+    """A language model whose head has the embedding's weight; with a buffer or two in `norm`."""
+
+    def __init__(self, words: int = 7, width: int = 4, norm: bool = False):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(words, width)
+        self.head = torch.nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = torch.nn.BatchNorm1d(words) if norm else torch.nn.Identity()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.head(self.embedding(tokens).tanh()))
+
+
 def grads(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Every parameter's gradient, which must be where the parameter is."""
     for name, parameter in module.named_parameters():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from helpers import CACHED, COMPUTE, CPU, OFFLOAD, assert_same, at, data, grads, layers, passes
+from helpers import CACHED, COMPUTE, CPU, OFFLOAD, Tied, assert_same, at, data, grads, layers, passes
 from safetensors_files import NAMES
 from torch import nn
 from torch_files import patch, place, records, write_records
@@ -203,18 +203,6 @@ def test_writes_are_seen_by_every_tensor_of_a_storage(tmp_path, mmap):
     assert path.read_bytes() == before
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(50, 8)
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-        self.head = nn.Linear(8, 50, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        return self.head(self.body(self.embedding(tokens)))
-
-
 def train(model, optimizer, tokens):
     losses = []
     for _ in range(3):
@@ -229,7 +217,7 @@ def train(model, optimizer, tokens):
 def test_a_checkpoint_goes_on_from_the_file(tmp_path):
     torch.manual_seed(0)
     tokens = torch.arange(12, device=COMPUTE).reshape(3, 4)
-    model = Tied().to("offload")
+    model = Tied(50, 8).to("offload")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     train(model, optimizer, tokens)
     path = saved(tmp_path / "x.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3})
@@ -237,7 +225,7 @@ def test_a_checkpoint_goes_on_from_the_file(tmp_path):
     results = []
     for mmap in (False, True):
         checkpoint = torch_offload.load(path, mmap=mmap)
-        again = Tied().to("offload")
+        again = Tied(50, 8).to("offload")
         again.load_state_dict(checkpoint["model"], assign=True)
         again.head.weight = again.embedding.weight
         state = checkpoint["model"]

@@ -9,24 +9,13 @@ import sys
 
 import pytest
 import torch
-from helpers import COMPUTE, CPU, OFFLOAD, assert_same, grads, values
+from helpers import COMPUTE, CPU, OFFLOAD, Tied, assert_same, grads, values
 from torch import nn
 
 
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.LSTM(6, 3))
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        return self.head(self.embedding(tokens).tanh())
 
 
 def written(value, **kwargs):
