@@ -22,12 +22,13 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.utils import GPU_ALIGN_BYTES, tensor_is_aligned
 from torch._inductor.virtualized import V
 
 from torch_offload import _C
-from torch_offload.compile.graphs import FETCH, GIVE, home_of
+from torch_offload.compile.graphs import FETCH, GIVE, STASH, home_of
 from torch_offload.compile.on_device import OnDevice
 
 
@@ -64,15 +65,20 @@ def _override() -> None:
     post_grad.get_all_devices = get_all_devices
 
 
+def _traced() -> torch.Tensor:
+    """The operand of the operation that is being lowered, as it was traced."""
+    return V.graph.current_node.args[0].meta["val"]
+
+
 def _lower() -> None:
     aligned = torch.ops.offload.fetch.aligned
-    call_fetch, call_aligned, call_give = (
-        fallback_handler(op, add_to_fallback_set=False) for op in (FETCH, aligned, GIVE)
+    call_fetch, call_aligned, call_stash, call_give = (
+        fallback_handler(op, add_to_fallback_set=False) for op in (FETCH, aligned, STASH, GIVE)
     )
 
     @register_lowering(FETCH, type_promotion_kind=None)
     def fetch(self: Any, device: torch.device) -> Any:
-        if tensor_is_aligned(V.graph.current_node.args[0].meta["val"]):
+        if tensor_is_aligned(_traced()):
             result = call_aligned(self, device, alignment=GPU_ALIGN_BYTES)
             # Inductor takes it to be no better aligned than its operand, of which it knows nothing.
             V.graph.unaligned_buffers.discard(result.get_name())
@@ -81,11 +87,20 @@ def _lower() -> None:
         V.graph.never_reuse_buffers.add(result.get_name())
         return result
 
+    def as_traced(value: Any) -> Any:
+        """Inductor chooses the strides of what it computes, and would lay out anew what a Block then has of it."""
+        return ExternKernel.require_exact_strides(value, _traced().stride())
+
+    @register_lowering(STASH, type_promotion_kind=None)
+    def stash(self: Any, device: torch.device) -> Any:
+        return call_stash(as_traced(self), device)
+
     @register_lowering(GIVE, type_promotion_kind=None)
     def give(self: Any, device: torch.device) -> Any:
-        self.realize()
-        V.graph.never_reuse_buffers.add(self.get_name())
-        return call_give(self, device)
+        value = as_traced(self)
+        value.realize()
+        V.graph.never_reuse_buffers.add(value.get_name())
+        return call_give(value, device)
 
 
 @functools.cache

@@ -29,7 +29,13 @@ from torch_offload.compile.graphs import (
 )
 
 
+# Views with a bit that says to compute, which generated code does at once.
+_LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
+
+
 def _is_view(op: torch._ops.OpOverload) -> bool:
+    if op in _LAZY:
+        return False
     return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
 
 
@@ -156,5 +162,6 @@ class OnDevice(CustomGraphModulePass):
         graph_module.recompile()
 
     def uuid(self) -> bytes:
-        """Changes when a file of this folder does: all of them decide on what ends up in a cache."""
-        return get_hash_for_files(tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py"))))
+        """Of all that decides on what ends up in a cache: this folder, the module that is traced, and where it computes."""
+        files = [*sorted(Path(__file__).parent.glob("*.py")), _C.__file__]
+        return get_hash_for_files(tuple(map(str, files))) + str(_C.paired_device(0)).encode()
