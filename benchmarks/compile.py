@@ -102,7 +102,7 @@ def compare(work: str, blocks: nn.Sequential, make_step: Callable, x: Tensor, li
     for name, record in records.items():
         pairs = zip(outcomes[name], outcomes["resident"], strict=True)
         record |= {"seconds": vars(times[name]), "ideal": ideal, "ratio": ideal / times[name].median}
-        record["equal"] = all(equal(one, other) for one, other in pairs)
+        record["same bits"] = all(equal(one, other) for one, other in pairs)
     return list(records.values())
 
 
@@ -133,13 +133,13 @@ def main() -> None:
             *[record["work"], record["tokens"], record["variant"], f"{record['compile']:.1f}", record["kernels"]],
             ms(record["seconds"]["median"]),
             f"{ms(record['seconds']['least'])}-{ms(record['seconds']['most'])}",
-            *[ms(record["ideal"]), f"{record['ratio']:.3f}", "yes" if record["equal"] else "NO"],
+            *[ms(record["ideal"]), f"{record['ratio']:.3f}", "yes" if record["same bits"] else "NO"],
         ]
         for record in records
     ]
     print_table(COLUMNS, rows)
     write_record("compile", {"link": vars(rates), "runs": records})
-    if not all(record["equal"] for record in records if record["work"] == "forward"):
+    if not all(record["same bits"] for record in records if record["work"] == "forward"):
         raise SystemExit("the compiled offload model's output differs from the compiled resident model's.")
 
 

@@ -240,7 +240,12 @@ void relieveAllocatorBy(Relieve relieve, GiveUp giveUp) {
 }
 
 void releaseCached() {
-  if (!capturing()) c10::cuda::CUDACachingAllocator::emptyCache();
+  if (capturing()) return;
+  try {
+    c10::cuda::CUDACachingAllocator::emptyCache();
+  } catch (const c10::Error& error) { // as while another thread captures
+    TORCH_WARN("offload: PyTorch's CUDA allocator keeps what it has cached: ", error.what_without_backtrace());
+  }
 }
 
 std::unique_ptr<Link> makeLink() {

@@ -6,6 +6,7 @@
 
 #include <ATen/ExpandUtils.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace offload {
 namespace {
@@ -65,7 +66,8 @@ std::shared_ptr<void> keep(const c10::Storage& storage) {
 
 void checkTarget(c10::Device target) {
   const Backend backend = Context::get().backend();
-  const bool known = isCached(target) ? target == pairedDevice(std::max<c10::DeviceIndex>(0, target.index())) : target.is_cpu();
+  const c10::DeviceIndex index = std::max<c10::DeviceIndex>(0, target.index());
+  const bool known = isCached(target) ? target == pairedDevice(index) && index < deviceCount() : target.is_cpu();
   TORCH_CHECK(
       known, "offload: a tensor can't be fetched to ", target, ", which is neither the CPU nor a device that computes here",
       backend == Backend::Cuda ? "." : " (there is no GPU).");
@@ -119,7 +121,10 @@ c10::Device pairedDevice(c10::DeviceIndex index) {
 }
 
 at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
-  if (target.is_cpu() && Context::get().backend() != Backend::Sim) target = c10::Device(c10::kCPU); // no cache by that name
+  const Backend backend = Context::get().backend();
+  if (target.is_cpu() && backend != Backend::Sim) target = c10::Device(c10::kCPU); // no cache by that name
+  if (target == c10::Device(c10::kCUDA) && backend == Backend::Cuda)
+    target = c10::impl::getDeviceGuardImpl(c10::kCUDA)->getDevice();
   checkTarget(target);
   checkDense(offload);
   claimLeaf(offload);
@@ -195,7 +200,9 @@ bool isFetched(const at::Tensor& tensor) {
 
 bool useFetchedOn(const at::Tensor& tensor, Stream stream) {
   if (!tensor.has_storage()) return false;
-  const c10::DataPtr& data = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  auto& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (compat::isReleased(storage)) return true; // it has none now
+  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
   if (data.get_deleter() != &deleteFetched) return false;
   auto* memory = static_cast<FetchedMemory*>(data.get_context());
   std::lock_guard lock(memory->mutex);

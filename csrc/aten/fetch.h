@@ -36,7 +36,8 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value);
 /// Whether a tensor's memory is that of a Slot or of a Block: then others read it too.
 bool isFetched(const at::Tensor& tensor);
 
-/// Keeps the memory of a tensor fetched through the cache for what is enqueued on `stream` until the tensor goes; false for others.
+/// Keeps the memory of a tensor fetched through the cache, if it has any now, for what is enqueued on `stream` until the tensor
+/// goes; false for others.
 bool useFetchedOn(const at::Tensor& tensor, Stream stream);
 
 /// Has `record_stream` ask for that; to be called once, at first use.

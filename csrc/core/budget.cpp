@@ -12,6 +12,8 @@ constexpr std::size_t kSmallestStep = std::size_t{64} << 20;
 constexpr int kQuietPasses = 16;
 // To ask a driver what is free takes from microseconds to a large part of a millisecond, by machine: it gets this part of the time.
 constexpr int kLookedForAPartIn = 200;
+// Of which a single slow look, as behind a lock, takes no more.
+constexpr std::chrono::milliseconds kLongestInterval{250};
 
 } // namespace
 
@@ -35,7 +37,8 @@ void Residency::look(Device& dev) {
   {
     Lock lock(mutex_);
     if (options_.lookInterval.count() > 0) {
-      dev.lookInterval = std::max<std::chrono::nanoseconds>(options_.lookInterval, kLookedForAPartIn * taken);
+      const auto seldom = std::min<std::chrono::nanoseconds>(kLookedForAPartIn * taken, kLongestInterval);
+      dev.lookInterval = std::max<std::chrono::nanoseconds>(options_.lookInterval, seldom);
     }
     if (automatic == budgetBytes_.has_value()) { // it has been set meanwhile
       dev.lookDue = true;

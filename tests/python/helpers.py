@@ -134,7 +134,7 @@ def values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def python(program: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
+def python(program: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
     """Runs a program in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
@@ -145,7 +145,7 @@ def python(program: str, timeout: float = 120, **environment: str) -> subprocess
     )
 
 
-def passes(program: str, timeout: float = 120, **environment: str) -> str:
+def passes(program: str, timeout: float = 300, **environment: str) -> str:
     """What a program prints that must succeed, and say nothing on its error output."""
     done = python(program, timeout, **environment)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -197,13 +197,38 @@ def test_data_loader_workers():
     )
 
 
+# For a program; what hangs says where.
+INTERRUPTED = """
+import faulthandler, os, signal, threading, time
+faulthandler.dump_traceback_later(200, exit=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background may not have
+
+def interrupted(delay, work, *args):
+    seen = threading.Event()
+    def interrupt():
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not seen.wait(10):  # Python loses one that comes in a callback, as of a weak reference
+            os.kill(os.getpid(), signal.SIGINT)
+    thread = threading.Thread(target=interrupt)
+    try:
+        thread.start()
+        work(*args)
+    except KeyboardInterrupt as error:
+        seen.set()
+        return error
+    finally:
+        thread.join()
+"""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 def test_keyboard_interrupt_in_mid_step():
     """Then another model in the same process is right."""
     passes(
-        """
-        import _thread, signal, threading, time, torch, torch_offload
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background may not have
+        INTERRUPTED
+        + textwrap.dedent("""
+        import torch, torch_offload
         device = "cuda" if torch.cuda.is_available() else "cpu"
         def train(net, x, steps, device):
             optimizer = torch.optim.AdamW(net.parameters())
@@ -218,13 +243,7 @@ def test_keyboard_interrupt_in_mid_step():
         x = torch.ones(4, 32, device=device)
         train(build().to("offload"), x, 2, device)  # what is imported late is imported now
         for delay in (0.02, 0.05, 0.11, 0.17, 0.3):
-            timer = threading.Timer(delay, lambda: signal.raise_signal(signal.SIGINT))
-            timer.start()
-            try:
-                train(build().to("offload"), x, 10**9, device)
-            except KeyboardInterrupt:
-                pass
-            timer.join()
+            interrupted(delay, train, build().to("offload"), x, 10**9, device)
         stats = torch_offload.memory_stats()
         assert stats["device.pinned_slot_bytes.current"] == 0, stats
         net, plain = build().to("offload"), build().to(device)
@@ -239,7 +258,7 @@ def test_keyboard_interrupt_in_mid_step():
         w @ w
         after = torch_offload.memory_stats()["link.bytes_to_device"]
         assert after > before or torch_offload._C.backend() == "host"
-        """
+        """)
     )
 
 
@@ -247,9 +266,9 @@ def test_keyboard_interrupt_in_mid_step():
 def test_interrupts_at_many_moments(seed):
     """SIGINT in forward, backward, clipping, step, save: no scope, lease or Pin is left, and the same model goes on."""
     passes(
-        f"""
-        import gc, io, os, random, signal, threading, time, torch, torch_offload
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background may not have
+        INTERRUPTED
+        + textwrap.dedent(f"""
+        import gc, io, random, torch, torch_offload
         torch.set_num_threads(1)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         host = torch_offload._C.backend() == "host"
@@ -274,13 +293,7 @@ def test_interrupts_at_many_moments(seed):
         work(3)
         kept = []
         for _ in range(25):
-            timer = threading.Timer(moments.uniform(0, 0.03), lambda: os.kill(os.getpid(), signal.SIGINT))
-            try:
-                timer.start()
-                work(10**9)
-            except KeyboardInterrupt as error:
-                kept.append(error)  # its frames live on, as in a notebook
-            timer.join()
+            kept.append(interrupted(moments.uniform(0, 0.03), work, 10**9))  # its frames live on, as in a notebook
             assert on_device(), "a scope is left"
         kept.clear()
         gc.collect()
@@ -299,7 +312,7 @@ def test_interrupts_at_many_moments(seed):
         with torch.no_grad():
             for p in net.parameters(): p.zero_()  # takes a lease to write
         assert net(x).sum().item() == 0
-        """,
+        """),
         TORCH_OFFLOAD_VALIDATE="1",
     )
 

@@ -10,7 +10,7 @@ def _stash(self: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _fetch(self: torch.Tensor, device: torch.device) -> torch.Tensor:
-    partition.recompute_fetches()
+    partition.prepare_graphs()
     # Where the CPU computes, its index stands for the cache; what is fetched is a CPU tensor like any other.
     target = torch.device("cpu") if device.type == "cpu" else device
     return torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=target)

@@ -28,7 +28,6 @@ from torch_offload.compile.graphs import (
     storages,
 )
 
-
 # Views with a bit that says to compute, which generated code does at once.
 _LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 
@@ -74,6 +73,14 @@ def _move(graph: fx.Graph, node: fx.Node) -> None:
         if result is not node:
             infer(result)
         _stash_behind(graph, result, home)
+
+
+def _check_kernel(node: fx.Node) -> None:
+    if getattr(node.target, "__name__", "").startswith("triton_kernel_wrapper") and home_of(node.all_input_nodes):
+        raise NotImplementedError(
+            "torch.compile: a Triton kernel is called with an offload tensor, whose bytes are in host memory and may be on "
+            "their way; make the kernel an operation with torch.library.triton_op, whose operands are fetched."
+        )
 
 
 def _write(graph: fx.Graph, node: fx.Node) -> None:
@@ -147,6 +154,7 @@ class OnDevice(CustomGraphModulePass):
         graph = graph_module.graph
         keep_what_is_overwritten(graph)
         for node in list(graph.nodes):
+            _check_kernel(node)
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue
             if node.target.namespace == "offload" or _is_view(node.target):

@@ -1,0 +1,24 @@
+"""What the tests of torch.compile share."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import deterministic
+
+BACKENDS = ["aot_eager", "inductor"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """For a module that imports it. Inductor's choices are not left to timing."""
+    torch.compiler.reset()
+    with deterministic():
+        yield
+    torch.compiler.reset()
+
+
+def compiled(function: Callable, backend: str, **options: Any) -> Callable:
+    """With no graph breaks."""
+    return torch.compile(function, backend=backend, fullgraph=True, **options)

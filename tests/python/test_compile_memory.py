@@ -1,0 +1,161 @@
+"""Compiled graphs beside the cache: what others read is never written to, and nothing that was fetched is kept."""
+
+import re
+
+import pytest
+import torch
+from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
+from helpers import COMPUTE, OFFLOAD, SIM, assert_same, at, data
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offload_tensors_alone(backend):
+    def f(a, b):
+        return (a @ b).relu() + a.sum(), a.clone(), torch.ones(3, device=a.device) * 2, a.t(), torch.sort(b)
+
+    a, b = at(OFFLOAD, 4, 4), at(OFFLOAD, 4, 4, seed=1)
+    for result, expected in zip(compiled(f, backend)(a, b), f(a, b), strict=True):
+        for one, other in zip(result, expected, strict=True) if isinstance(expected, tuple) else [(result, expected)]:
+            assert one.device.type == "offload"
+            torch.testing.assert_close(one.cpu(), other.cpu())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offload_tensors_inside_of_a_graph(backend):
+    def f(x):
+        return x * torch.arange(4.0, device=OFFLOAD).exp() + torch.ones(4, device=OFFLOAD)
+
+    x = data(4)
+    torch.testing.assert_close(compiled(f, backend)(x), f(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_writes_to_what_others_read(backend):
+    """A compiler may let an operation write into an operand that it needs no more, and what was fetched has other readers."""
+    index = torch.tensor([1], device=COMPUTE)
+    weight, cache = torch.zeros(6, 4, device=OFFLOAD), torch.zeros(6, 4, device=OFFLOAD)
+
+    def put(x, weight):
+        return torch.index_put(weight, (index,), x), torch.slice_scatter(weight, x[None], 0, 2, 3)
+
+    def keep(x, cache):
+        cache[2:4] = x
+        return cache.sum(0) * x
+
+    put, keep = compiled(put, backend), compiled(keep, backend)
+    for k in (1.0, 2.0):
+        x = torch.full((4,), k, device=COMPUTE)
+        for result in put(x, weight):
+            assert result.sum().item() == 4 * k
+        assert keep(x, cache).tolist() == [2 * k * k] * 4
+        assert cache.sum().item() == 8 * k
+        assert weight.abs().sum().item() == 0
+        assert torch.ops.offload.fetch(weight, torch.device("cpu:0") if SIM else COMPUTE).abs().sum().item() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_of_what_others_read_is_not_reused(backend):
+    def f(x, weight):
+        return (x + weight) * 2
+
+    x, weight = data(6, 4), at(OFFLOAD, 6, 4, seed=1)
+    expected = (x + weight.to(COMPUTE)) * 2
+    step = compiled(f, backend)
+    for _ in range(3):
+        assert_same(step(x, weight), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_result_that_is_stashed_and_returned(backend):
+    """The caller may write to it."""
+    x, w = data(4).requires_grad_(), at(OFFLOAD, 4).requires_grad_()
+    compiled(lambda x, w: (x + w).sin(), backend)(x, w).sum().backward()
+    expected = x.grad.clone()
+    x.grad.zero_()
+    assert_same(w.grad, expected)
+
+
+class Decaying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(at("cpu", 8))
+        self.register_buffer("scale", at("cpu", 8, seed=1))
+
+    def forward(self, x):
+        y = (x * self.scale).sin() * self.weight
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        return y
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_buffer_that_changes_after_its_use(backend):
+    """What backward needs is what forward read, and no longer what the buffer holds."""
+    x = data(4, 8)
+    plain, model = Decaying().to(COMPUTE), Decaying().to(OFFLOAD)
+    step = compiled(model, backend)
+    for _ in range(2):
+        plain.zero_grad(), model.zero_grad()
+        plain(x).sum().backward()
+        step(x).sum().backward()
+        torch.testing.assert_close(model.weight.grad.cpu(), plain.weight.grad.cpu())
+        assert_same(model.scale, plain.scale)
+
+
+class Replaced(Decaying):
+    """What is written doesn't depend on what is read."""
+
+    def forward(self, x):
+        sines = (x * self.scale).sin()
+        with torch.no_grad():
+            self.scale.copy_(x.mean(0))
+        return (sines @ sines.t()) @ (x * self.weight) + sines
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_buffer_that_is_replaced_after_its_use(backend, inference):
+    x = data(4, 8)
+    plain, model = Replaced().to(COMPUTE), Replaced().to(OFFLOAD)
+    step = compiled(model, backend)
+    for _ in range(2):
+        with torch.set_grad_enabled(not inference):
+            expected, actual = plain(x), step(x)
+        torch.testing.assert_close(actual.cpu(), expected.cpu())
+        assert_same(model.scale, plain.scale)
+        if not inference:
+            plain.zero_grad(), model.zero_grad()
+            expected.sum().backward(), actual.sum().backward()
+            torch.testing.assert_close(model.weight.grad.cpu(), plain.weight.grad.cpu())
+
+
+def test_fetches_are_not_saved():
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.device.type if tensor.shape == (64, 64) else None)
+        return tensor
+
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False)).to(OFFLOAD)
+    step = compiled(model, "aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = step(data(4, 64).requires_grad_())
+    assert saved.count("offload") == 2
+    assert COMPUTE.type not in saved
+    y.sum().backward()
+
+
+def test_kernels_know_that_what_is_fetched_is_aligned():
+    """And get it aligned, also where a later weight isn't."""
+    memory, x = at(OFFLOAD, 9, 9), data(9)
+
+    def function(w):
+        return (w * 2).sin() + x
+
+    step = compiled(function, "inductor")
+    _, (code,) = run_and_get_code(step, memory[0])
+    assert re.search(r"assert_alignment\(buf\d+, 16, 'torch.ops.offload.fetch", code)
+    for row in (1, 4):
+        torch.testing.assert_close(step(memory[row]), function(memory[row]))

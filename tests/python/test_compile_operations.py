@@ -1,0 +1,118 @@
+"""The operations of compiled graphs, and what is made of those on offload tensors alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
+from helpers import COMPUTE, OFFLOAD, SIM, assert_same, at, data
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["value", "differentiable"])
+@pytest.mark.parametrize("name", ["fetch", "stash", "copy", "give", "write_"])
+def test_opcheck(name, grad):
+    if grad and name in ("give", "write_"):
+        pytest.skip("graphs call it, below autograd")
+    offload, plain = at(OFFLOAD, 4, 3).requires_grad_(grad), data(4, 3).requires_grad_(grad)
+    target = torch.device("cpu:0") if SIM else COMPUTE
+    arguments = {
+        "fetch": (offload, target),
+        "stash": (plain, OFFLOAD),
+        "copy": (offload, OFFLOAD),
+        "give": (plain, OFFLOAD),
+        "write_": (offload, plain),
+    }[name]
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    # PyTorch has that one for operands on the CPU, CUDA and XPU.
+    tests += [] if grad and name in ("fetch", "copy") else ["test_autograd_registration"]
+    op = getattr(torch.ops.offload, "stash" if name == "copy" else name).default
+    torch.library.opcheck(op, arguments, test_utils=tests)
+
+
+def test_an_aligned_fetch_of_what_is_not():
+    memory = at(OFFLOAD, 8, 9)
+    target = torch.device("cpu:0") if SIM else COMPUTE
+    for source in (memory, memory[1], memory[1:, 1], memory.t()[3:, 2:], memory[3].expand(4, 9), memory[1, :0]):
+        fetched = torch.ops.offload.fetch.aligned(source, target, alignment=16)
+        assert fetched.data_ptr() % 16 == 0
+        assert fetched.stride() == source.stride()
+        assert_same(fetched, source)
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.t(),
+    "gaps": lambda t: t[:, ::2],
+    "a part": lambda t: t[1:3],
+    "transposed with gaps": lambda t: t[::2, ::3].t(),
+    "expanded": lambda t: t[:, :1].expand(4, 5),
+    "expanded scalar": lambda t: t.new_ones(()).expand(4, 5),
+    "channels last": lambda t: t.reshape(1, 2, 2, 6).contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("name", ["fetch", "stash", "give"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_opcheck_of_layouts(name, layout):
+    source, target = (OFFLOAD, torch.device("cpu:0") if SIM else COMPUTE) if name == "fetch" else (COMPUTE, OFFLOAD)
+    value, op = layout(at(source, 4, 6)), getattr(torch.ops.offload, name).default
+    torch.library.opcheck(op, (value, target), test_utils=["test_schema", "test_faketensor"])
+    assert_same(op(value, target), value)
+
+
+def test_stash_of_what_is_on_offload_is_a_copy():
+    source = at(OFFLOAD, 3).requires_grad_()
+    copy = torch.ops.offload.stash(source, OFFLOAD)
+    assert copy.data_ptr() != source.data_ptr()
+    (copy * copy).sum().backward()
+    assert_same(source.grad, source.detach() + source.detach())
+    with torch.no_grad():
+        source.zero_()
+    assert_same(copy.detach(), at("cpu", 3))
+
+
+def test_a_launch_of_triton_is_refused():
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    from torch_offload.compile.on_device import OnDevice
+
+    graph = torch.fx.Graph()
+    operand = graph.placeholder("weight")
+    operand.meta["val"] = at(OFFLOAD, 4)
+    graph.output(graph.call_function(triton_kernel_wrapper_mutation, (), {"kwargs": {"source": operand}}))
+    with pytest.raises(NotImplementedError, match="a Triton kernel is called with an offload tensor"):
+        OnDevice()(torch.fx.GraphModule(torch.nn.Module(), graph))
+
+
+OPERATIONS = {
+    "contiguous": lambda w: w.t().contiguous() + 1,
+    "flatten": lambda w: w.t().flatten() + 1,
+    "reshape": lambda w: w.t().reshape(3, 8) + 1,
+    "view of another dtype": lambda w: w.view(torch.int32) + 1,
+    "unfold": lambda w: w.unfold(1, 3, 2) + 1,
+    "parts": lambda w: sum(w.split(2, 1)) + w.chunk(3, 1)[1],
+    "as_strided": lambda w: w[1:].as_strided((3, 3), (2, 1), 7) * 2,
+    "itself and a view": lambda w: (w, w.t(), w[1] + 1),
+    "padded": lambda w: F.pad(w, (1, 1)),
+    "made anew": lambda w: (torch.zeros_like(w) + 1, w.new_full((2,), 3.0), torch.arange(6, device=w.device)),
+    "sorted": lambda w: w.sort(1),
+    "taken": lambda w: w.gather(1, (w > 0).long()) + w[:, [0, 2, 4, 1, 3, 5]],
+    "imaginary part": lambda w: torch.complex(w, w + 1).conj().imag.sin(),
+    "sum": lambda w: w.sum().square(),
+    "mean": lambda w: torch.var_mean(w, 1),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_operations_on_offload_alone(operation, backend):
+    weight, plain = at(OFFLOAD, 4, 6).requires_grad_(), at("cpu", 4, 6).requires_grad_()
+    results, expected = compiled(operation, backend)(weight), operation(plain)
+    several = isinstance(expected, tuple)
+    results, expected = (tuple(results), tuple(expected)) if several else ((results,), (expected,))
+    for result, value in zip(results, expected, strict=True):
+        assert result.device.type == "offload"
+        assert result.stride() == value.stride()
+        torch.testing.assert_close(result.detach().cpu(), value.detach())
+    if expected[0].requires_grad:
+        results[0].square().sum().backward(), expected[0].square().sum().backward()
+        assert weight.grad.device.type == "offload"
+        torch.testing.assert_close(weight.grad.cpu(), plain.grad)
