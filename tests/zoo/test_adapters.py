@@ -3,14 +3,12 @@
 import pytest
 import torch
 from helpers import CACHED, COMPUTE, OFFLOAD, assert_same, same, values
+from random_models import gpt2, language, llama, texts
 from training import adamw, check_training, state, train
 
 import torch_offload
 
-pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-
-from random_models import gpt2, language, llama, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LAYERS = ["q_proj", "v_proj", "down_proj"]

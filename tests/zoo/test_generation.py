@@ -3,9 +3,6 @@
 import pytest
 import torch
 from helpers import COMPUTE, GPU, same
-
-pytest.importorskip("transformers")
-
 from random_models import gpt2, llama, mamba, mixtral, padded_texts, pairs_of_texts, qwen3, t5
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -3,11 +3,8 @@
 import pytest
 import torch
 from helpers import COMPUTE, CPU, OFFLOAD, assert_same, same, values
+from random_models import WORDS, gpt2, language, llama, mixtral, t5, texts, transformers
 from training import check_training, state, train
-
-transformers = pytest.importorskip("transformers")
-
-from random_models import WORDS, gpt2, language, llama, mixtral, t5, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

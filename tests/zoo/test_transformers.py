@@ -2,14 +2,14 @@
 
 import pytest
 from helpers import GPU
-from training import check_training
-
-pytest.importorskip("transformers")
-
 from random_models import (
     bert,
+    captioned_images,
     classification,
+    clip,
+    contrast,
     gpt2,
+    gpt_oss,
     images,
     language,
     llama,
@@ -19,11 +19,15 @@ from random_models import (
     pairs_of_texts,
     qwen2,
     qwen3,
+    recordings,
     t5,
     texts,
+    transcription,
     translation,
     vit,
+    whisper,
 )
+from training import check_training
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,10 +44,13 @@ MODELS = {
     "Mixtral eager": (lambda: mixtral(experts_implementation="eager"), texts, language),
     "Mixtral batched": (lambda: mixtral(experts_implementation="batched_mm"), texts, language),
     "Mixtral balanced": (lambda: mixtral(output_router_logits=True), texts, language),
+    "GPT-OSS": (gpt_oss, padded_texts, language),
     "Mamba": (mamba, texts, language),
     "T5": (t5, pairs_of_texts, translation),
     "BERT": (bert, padded_texts, language),
     "ViT": (vit, images, classification),
+    "CLIP": (clip, captioned_images, contrast),
+    "Whisper": (whisper, recordings, transcription),
 }
 
 
@@ -54,7 +61,9 @@ COUNTS = pytest.mark.xfail(not GPU, raises=NotImplementedError, strict=True, rea
 @pytest.mark.parametrize(
     ("name", "feed"),
     [
-        pytest.param(name, feed, marks=[COUNTS] if feed == "offload" and name in ("Mixtral", "Mixtral balanced") else [])
+        pytest.param(
+            name, feed, marks=[COUNTS] if feed == "offload" and name in ("Mixtral", "Mixtral balanced") else []
+        )
         for name in MODELS
         for feed in ("plain", "offload")
     ],

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from helpers import COMPUTE, CPU, OFFLOAD, deterministic, grads, same, values
+from helpers import COMPUTE, CPU, OFFLOAD, grads, same, values
 from torch import nn
 
 STEPS = 3
