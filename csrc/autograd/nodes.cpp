@@ -8,12 +8,15 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/irange.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace offload {
@@ -68,6 +71,42 @@ Purpose purposeOfResult() {
   return madeGradient.is || backward ? Purpose::Gradient : Purpose::Activation;
 }
 
+// Of a backward that records a graph the clones are part, and repeated elements can't be filled in there.
+bool hasGaps(const at::Tensor& gradient) {
+  return !at::GradMode::is_enabled() && gradient.numel() > 0 && !gradient._is_zerotensor() &&
+      !gradient.is_non_overlapping_and_dense();
+}
+
+// A copy whose strides are of the same kind, with gaps as small as can be: what adds it up next goes by what is contiguous, what is
+// repeated and what could be walked as one dimension.
+at::Tensor cloneWithGaps(const at::Tensor& value) {
+  c10::DimVector order(value.dim());
+  std::iota(order.begin(), order.end(), 0);
+  const auto rank = [&](std::int64_t d) { return std::pair(value.stride(d), value.size(d)); };
+  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) { return rank(a) < rank(b); });
+  c10::DimVector strides(value.dim(), 0);
+  std::int64_t walked = 1;
+  std::int64_t next = 1;
+  for (const std::int64_t d : order) {
+    if (value.stride(d) == 0) continue;
+    if (value.stride(d) < walked) return value.clone(at::MemoryFormat::Contiguous); // its elements overlap
+    strides[d] = value.stride(d) == walked ? next : next + 1;
+    walked = value.stride(d) * value.size(d);
+    next = strides[d] * value.size(d);
+  }
+  at::Tensor copy = at::empty_strided(value.sizes(), strides, value.options());
+  // Repeated elements can't be written to as such.
+  at::Tensor once = copy;
+  at::Tensor from = value;
+  for (const auto d : c10::irange(value.dim())) {
+    if (strides[d] != 0) continue;
+    once = once.narrow(d, 0, 1);
+    from = from.narrow(d, 0, 1);
+  }
+  once.copy_(from);
+  return copy;
+}
+
 struct FetchBackward final : Node {
   FetchBackward() : Node(kAtOnce) {}
   c10::Device home{kOffload};
@@ -85,6 +124,7 @@ struct FetchBackward final : Node {
         ", and gradients on offload are dense; leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep that weight "
         "on the "
         "CPU or on CUDA.");
+    if (sink() == nullptr && hasGaps(gradient)) gradient = cloneWithGaps(gradient);
     // A gradient that nobody else holds gives its memory away.
     if (!isSoleOwner(gradient) || torch::autograd::GradMode::is_enabled()) {
       const BackwardScope backward(source);
@@ -95,8 +135,10 @@ struct FetchBackward final : Node {
 
   // Or goes on to other operations, or is added to a gradient that there is.
   bool becomesGradient() const {
-    const auto* sink = dynamic_cast<const torch::autograd::AccumulateGrad*>(next_edge(0).function.get());
-    return sink != nullptr && !sink->variable.grad().defined();
+    return sink() != nullptr && !sink()->variable.grad().defined();
+  }
+  const torch::autograd::AccumulateGrad* sink() const {
+    return dynamic_cast<const torch::autograd::AccumulateGrad*>(next_edge(0).function.get());
   }
   std::string name() const override {
     return "FetchBackward";
@@ -111,7 +153,8 @@ struct StashBackward final : Node {
     if (!inputs[0].defined() || !task_should_compute_output(0)) return {at::Tensor()};
     if (target.type() == kOffload) return {callStash(inputs[0], target)};
     // A copy: autograd adds to a gradient in place, and a fetched one is everybody's.
-    return {callFetch(inputs[0], target).clone()};
+    const at::Tensor gradient = callFetch(inputs[0], target);
+    return {hasGaps(gradient) ? cloneWithGaps(gradient) : gradient.clone()};
   }
   std::string name() const override {
     return "StashBackward";

@@ -1,5 +1,6 @@
 """Gradients through single operations on offload tensors: views, indexing, arithmetic, writes in place and copies."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from helpers import COMPUTE, data, grads, same
@@ -42,6 +43,47 @@ def test_gradients_through_where_and_indexing_of_weights():
         )
         y.square().sum().backward()
         return y, table.grad
+
+    same(run)
+
+
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_sums_of_gradients_with_gaps(feed):
+    """Attention sinks: a column that is the same for all rows. The order in which its gradient is added up is the strides'."""
+
+    def run(device):
+        sinks = data(53, 1, device=device).requires_grad_()
+        scores = data(7, 53, 101).to(device if feed == "offload" else COMPUTE)
+        y = torch.cat([scores, sinks.expand(7, 53, 2)[..., 1:], sinks.expand(7, 53, 1)], -1)
+        y = torch.stack([y, sinks.expand(7, 53, 103)], -1)
+        y.softmax(-2).square().sum().backward()
+        return y, sinks.grad
+
+    same(run)
+
+
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_sums_of_gradients_that_repeat_one_value(feed):
+    def run(device):
+        bias = data(53, 1, device=device).requires_grad_()
+        x = data(7, 53, 101).to(device if feed == "offload" else COMPUTE)
+        y = x + bias.expand(7, 53, 101)
+        y.mean().backward()
+        return y, bias.grad
+
+    same(run)
+
+
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_part_of_a_gradient_picks_the_algorithm(feed):
+    """Batch norm's backward has another one for a gradient that isn't contiguous, as that of concatenated channels."""
+
+    def run(device):
+        norm = nn.BatchNorm2d(5).to(device)
+        x = data(7, 5, 11, 11).to(device if feed == "offload" else COMPUTE).requires_grad_()
+        y = torch.cat([norm(x), x[:, :2]], 1)
+        (y * data(*y.shape, seed=2).to(y.device)).sum().backward()
+        return y, x.grad, grads(norm)
 
     same(run)
 
