@@ -10,7 +10,7 @@ cxx_files = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
 # Keeps the source tree, which holds no built module, from hiding the installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help bootstrap build demo test opinfo core-test sanitize fuzz exits gpu-check format lint clean
+.PHONY: help bootstrap build demo test opinfo zoo core-test sanitize fuzz exits gpu-check format lint clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -32,6 +32,10 @@ test: core-test build ## Run all tests, C++ and Python
 
 opinfo: build ## Compare all samples of PyTorch's op database with the plain device; record what was found
 	$(venv)/bin/pytest tests/opinfo --whole --record build/opinfo/torch-$(TORCH).json
+
+zoo: build ## Train and run models of other libraries (transformers, peft, accelerate, timm, diffusers), beside the plain device
+	$(venv)/bin/python -m pip install --quiet --no-deps --upgrade --target build/zoo -r tools/requirements-zoo.txt
+	PYTHONPATH=build/zoo $(venv)/bin/pytest tests/zoo
 
 core-test: ## Build and test core alone: no torch, no Python
 	@tools/bootstrap system

@@ -29,34 +29,33 @@ void deleteAliased(void* memory) {
   delete static_cast<AliasedMemory*>(memory);
 }
 
-// The bytes of a fetch. What travels begins where the extent does, or before, at an aligned place.
+// The bytes of a fetch, from the aligned beginning of the extent on.
 c10::DataPtr fetchBytes(const at::Tensor& offload, const Extent& extent, c10::Device target) {
   const c10::Device device = target.is_cpu() ? c10::Device(c10::kCPU) : target;
   if (extent.bytes() == 0) return {nullptr, device};
   Context& context = Context::get();
   Pin pin;
   try {
-    pin = context.residency().fetch(blockOf(offload.storage()), extent.aligned(), context.currentStream(target.index()));
+    pin = context.residency().fetch(blockOf(offload.storage()), extent, context.currentStream(target.index()));
   } catch (const OutOfMemory& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   }
-  void* data = static_cast<std::byte*>(pin.data()) + (extent.begin - extent.aligned().begin);
+  void* data = pin.data();
   return {data, new FetchedMemory{std::move(pin)}, &deleteFetched, device};
 }
 
 at::Tensor fetchAlias(const at::Tensor& offload) {
-  const Extent extent = existingExtentOf(offload);
+  existingExtentOf(offload);
   const auto& source = offload.storage();
   auto* memory = new AliasedMemory{};
-  auto* begin = static_cast<std::byte*>(const_cast<void*>(source.data())) + extent.begin;
-  c10::DataPtr data(begin, memory, &deleteAliased, c10::Device(c10::kCPU));
+  c10::DataPtr data(const_cast<void*>(source.data()), memory, &deleteAliased, c10::Device(c10::kCPU));
   if (source.nbytes() > 0) {
     Block& block = blockOf(source);
     memory->block = Context::retain(block);
     memory->lease = Context::get().lease(block, Access::Read);
   }
-  c10::Storage alias(c10::Storage::use_byte_size_t(), extent.bytes(), std::move(data), nullptr, false);
-  return tensorOver(std::move(alias), c10::kCPU, offload, 0);
+  c10::Storage alias(c10::Storage::use_byte_size_t(), source.nbytes(), std::move(data), nullptr, false);
+  return tensorOver(std::move(alias), c10::kCPU, offload, offload.storage_offset());
 }
 
 // The owner of memory that outlives the tensor it came from.
@@ -133,10 +132,12 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   if (offload.is_inference() && !c10::InferenceMode::is_enabled()) inference.emplace(true);
   at::Tensor result;
   if (isCached(target)) {
-    const Extent extent = existingExtentOf(offload);
+    const Extent extent = existingExtentOf(offload).aligned();
     warnOfGaps(offload, extent);
+    const auto item = static_cast<std::size_t>(offload.element_size());
     c10::Storage storage(c10::Storage::use_byte_size_t(), extent.bytes(), fetchBytes(offload, extent, target), nullptr, false);
-    result = tensorOver(std::move(storage), target.type(), offload, 0);
+    const auto shift = offload.numel() == 0 ? 0 : offload.storage_offset() - static_cast<std::int64_t>(extent.begin / item);
+    result = tensorOver(std::move(storage), target.type(), offload, shift);
   } else {
     result = fetchAlias(offload);
   }
@@ -225,7 +226,7 @@ void refillFetched(const at::Tensor& fetched, const at::Tensor& offload) {
   auto& storage = *fetched.storage().unsafeGetStorageImpl();
   if (!compat::isReleased(storage)) return;
   const c10::Device target = fetched.is_cuda() ? fetched.device() : pairedDevice(0);
-  compat::giveMemory(storage, fetchBytes(offload, existingExtentOf(offload), target));
+  compat::giveMemory(storage, fetchBytes(offload, existingExtentOf(offload).aligned(), target));
 }
 
 } // namespace offload

@@ -2,21 +2,19 @@
 
 #include "aten/fetch.h"
 #include "aten/placement.h"
+#include "autograd/gapped_clone.h"
 #include "compat/make_node.h"
 #include "compat/registration.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/util/irange.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
-#include <numeric>
 #include <utility>
 
 namespace offload {
@@ -71,40 +69,11 @@ Purpose purposeOfResult() {
   return madeGradient.is || backward ? Purpose::Gradient : Purpose::Activation;
 }
 
-// Of a backward that records a graph the clones are part, and repeated elements can't be filled in there.
+// Of a backward that records a graph the clones are part, and repeated elements can't be filled in there. Of one that is traced
+// the compiler chooses the strides.
 bool hasGaps(const at::Tensor& gradient) {
-  return !at::GradMode::is_enabled() && gradient.numel() > 0 && !gradient._is_zerotensor() &&
+  return !tracing() && !at::GradMode::is_enabled() && gradient.numel() > 0 && !gradient._is_zerotensor() &&
       !gradient.is_non_overlapping_and_dense();
-}
-
-// A copy whose strides are of the same kind, with gaps as small as can be: what adds it up next goes by what is contiguous, what is
-// repeated and what could be walked as one dimension.
-at::Tensor cloneWithGaps(const at::Tensor& value) {
-  c10::DimVector order(value.dim());
-  std::iota(order.begin(), order.end(), 0);
-  const auto rank = [&](std::int64_t d) { return std::pair(value.stride(d), value.size(d)); };
-  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) { return rank(a) < rank(b); });
-  c10::DimVector strides(value.dim(), 0);
-  std::int64_t walked = 1;
-  std::int64_t next = 1;
-  for (const std::int64_t d : order) {
-    if (value.stride(d) == 0) continue;
-    if (value.stride(d) < walked) return value.clone(at::MemoryFormat::Contiguous); // its elements overlap
-    strides[d] = value.stride(d) == walked ? next : next + 1;
-    walked = value.stride(d) * value.size(d);
-    next = strides[d] * value.size(d);
-  }
-  at::Tensor copy = at::empty_strided(value.sizes(), strides, value.options());
-  // Repeated elements can't be written to as such.
-  at::Tensor once = copy;
-  at::Tensor from = value;
-  for (const auto d : c10::irange(value.dim())) {
-    if (strides[d] != 0) continue;
-    once = once.narrow(d, 0, 1);
-    from = from.narrow(d, 0, 1);
-  }
-  once.copy_(from);
-  return copy;
 }
 
 struct FetchBackward final : Node {

@@ -53,6 +53,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_opcheck_of_layouts(name, layout):
     source, target = (OFFLOAD, torch.device("cpu:0") if SIM else COMPUTE) if name == "fetch" else (COMPUTE, OFFLOAD)
+    if name == "fetch" and layout is LAYOUTS["a part"]:
+        pytest.skip("where its storage begins is the cache's choice")
     value, op = layout(at(source, 4, 6)), getattr(torch.ops.offload, name).default
     torch.library.opcheck(op, (value, target), test_utils=["test_schema", "test_faketensor"])
     assert_same(op(value, target), value)
@@ -82,7 +84,14 @@ def test_a_launch_of_triton_is_refused():
         OnDevice()(torch.fx.GraphModule(torch.nn.Module(), graph))
 
 
+def attention(w):
+    q = w.view(1, 4, 2, 3).transpose(1, 2)
+    q = q * 2 + torch.cat((-q[..., 1:], q[..., :1]), -1)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(4, 6)
+
+
 OPERATIONS = {
+    "attention": attention,
     "contiguous": lambda w: w.t().contiguous() + 1,
     "flatten": lambda w: w.t().flatten() + 1,
     "reshape": lambda w: w.t().reshape(3, 8) + 1,

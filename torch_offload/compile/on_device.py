@@ -5,6 +5,7 @@ traces as new values and a `copy_` at the end, and factories. The pass runs afte
 set; inductor makes it part of the key of its caches.
 """
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,22 @@ def _may_be_reinplaced(target: Any) -> bool:
         return True
     name = getattr(target, "__name__", "")
     return "scatter" in name or "index_put" in name
+
+
+def _fetch_small_constants(graph_module: fx.GraphModule) -> None:
+    """Inductor writes constants of up to 8 elements into its code: kernels, where they would be on offload."""
+    graph = graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=FETCH):
+        source, device = node.args
+        if source.op != "get_attr" or source.meta["val"].numel() > 8:
+            continue
+        name = f"{source.target.replace('.', '_')}_on_device"
+        setattr(graph_module, name, attrgetter(source.target)(graph_module).to(device))
+        with graph.inserting_before(node):
+            constant = graph.get_attr(name)
+        constant.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(constant)
+        graph.erase_node(node)
 
 
 def _stash_behind(graph: fx.Graph, node: fx.Node, home: torch.device) -> None:
@@ -163,6 +180,7 @@ class OnDevice(CustomGraphModulePass):
                 _write(graph, node)
             elif home_of([node, node.all_input_nodes]):
                 _move(graph, node)
+        _fetch_small_constants(graph_module)
         _skip_round_trips(graph)
         _give(graph)
         _keep_from_writes(graph)
