@@ -259,6 +259,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
     effect = Effect::Movement;
   }
   convertsDevice = schema.name() == "aten::_to_copy";
+  countsFromStorage = schema.name() == "aten::as_strided_copy" || schema.name() == "aten::as_strided_scatter";
   composite = isComposite(op);
   decomposes = composite && !isTakenWhole(op);
 }

@@ -29,6 +29,7 @@ struct OpTraits {
   bool composite = false; // made of operations that are intercepted too
   bool decomposes = false; // of offload operands alone its parts give what the device gives
   bool convertsDevice = false; // its Device argument says where the result lives
+  bool countsFromStorage = false; // its offset is one into the operand's storage, of which it may read all
   int trainingArgument = -1; // a bool that says whether hidden writes happen
 
   Operands operands(const torch::jit::Stack& stack) const;

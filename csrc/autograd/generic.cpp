@@ -78,6 +78,13 @@ void copyBack(const Written& written, c10::Device computed) {
   if (bumped && (replaced || !aboveAutograd || written.argument.hidden)) source->bump_version();
 }
 
+// A fetched tensor's storage is but the operand's part. Here all of it travels, and the operand is where it was.
+at::Tensor fetchInStorage(const at::Tensor& tensor, c10::Device target) {
+  const auto elements = static_cast<std::int64_t>(tensor.storage().nbytes() / tensor.dtype().itemsize());
+  return fetch(tensor.as_strided({elements}, {1}, 0), target)
+      .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+}
+
 void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack) {
   const bool cached = isCached(placement.compute);
   const bool hiddenWrites = traits.writesHidden(stack);
@@ -86,6 +93,8 @@ void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Pl
   std::vector<std::pair<at::Tensor, at::Tensor>> fetched;
   replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& argument) -> at::Tensor {
     if (!isOffload(tensor)) return tensor.is_cuda() && !placement.compute.is_cuda() ? tensor.cpu() : at::Tensor();
+    if (traits.countsFromStorage && !argument.written && tensor.has_storage() && !tracing())
+      return fetchInStorage(tensor, placement.compute);
     auto value = fetch(tensor, placement.compute);
     if (argument.written || (argument.hidden && hiddenWrites)) {
       writes.push_back({tensor, value.clone(), argument});

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from helpers import COMPUTE, CPU, OFFLOAD, assert_same
+from helpers import COMPUTE, CPU, OFFLOAD, assert_same, at, data, same
 
 VIEWS = {
     "view": lambda t: t.view(4, 12),
@@ -274,3 +274,19 @@ def test_writes_through_one_alias_are_fetched_by_the_other():
         base[:, :2] += 1
         assert_same(x @ base[:4], torch.full((2, 8), 4.0 * k))
         assert_same(x @ base[2:6], torch.full((2, 8), 4.0 * k))
+
+
+@pytest.mark.parametrize("offset", [2, 30, 502])
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_an_offset_into_the_storage(offset, feed):
+    """What counts from the beginning of a storage, and not of the tensor, reads what is not the tensor's."""
+
+    def run(device):
+        weight = at("cpu", 1000).to(device).requires_grad_()
+        part, values = weight[500:540], data(3).to(device if feed == "offload" else COMPUTE)
+        copy = torch.as_strided_copy(part, (3,), (1,), offset)
+        scattered = torch.as_strided_scatter(part.detach(), values, (3,), (1,), offset)
+        (copy * values).sum().backward()
+        return copy, scattered, weight.grad
+
+    same(run)
