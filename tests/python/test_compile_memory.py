@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
-from helpers import COMPUTE, OFFLOAD, SIM, assert_same, at, data
+from helpers import COMPUTE, HOST, OFFLOAD, SIM, assert_same, at, data
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
@@ -159,3 +159,26 @@ def test_kernels_know_that_what_is_fetched_is_aligned():
     assert re.search(r"assert_alignment\(buf\d+, 16, 'torch.ops.offload.fetch", code)
     for row in (1, 4):
         torch.testing.assert_close(step(memory[row]), function(memory[row]))
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_holds_a_few_weights_at_a_time(backend, training):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(12)]).to(OFFLOAD)
+    step, x, ring = compiled(model, backend), data(4, 256), 1 << 20
+    before = torch.offload.get_ring_bytes()
+    torch.offload.set_budget(0), torch.offload.set_ring_bytes(ring)
+    try:
+        for _ in range(2):
+            torch.offload.synchronize()
+            torch.offload.empty_cache()
+            torch.offload.reset_peak_memory_stats()
+            with torch.set_grad_enabled(training):
+                y = step(x)
+            if training:
+                y.sum().backward()
+        peak = torch.offload.memory_stats()["device.slot_bytes.peak"]
+    finally:
+        torch.offload.set_budget("auto"), torch.offload.set_ring_bytes(before)
+    assert 0 < peak <= 1.1 * ring

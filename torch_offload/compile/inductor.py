@@ -16,13 +16,14 @@ import functools
 from typing import Any, NoReturn
 
 import torch
+from torch._inductor import memory
 from torch._inductor.codegen.common import register_backend_for_device
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.codegen.wrapper import FreeLine, PythonWrapperCodegen
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import ExternKernel
+from torch._inductor.ir import ExternKernel, TensorBox
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.utils import GPU_ALIGN_BYTES, tensor_is_aligned
 from torch._inductor.virtualized import V
@@ -60,9 +61,48 @@ def _override() -> None:
         home = home_of(list(graph_module.graph.nodes))
         return found if home is None else type(found)([*found, home])
 
+    freeable = memory.get_freeable_input_buf
+
+    @functools.wraps(freeable)
+    def get_freeable_input_buf(nodes: Any, graph_inputs: Any) -> Any:
+        # Operations are put in an order that needs little memory: a fetch frees none, so it is not better done early.
+        def on_offload(value: Any) -> bool:
+            return isinstance(value, TensorBox) and value.get_device().type == "offload"
+
+        here = (name for name in graph_inputs if not on_offload(V.graph.graph_inputs[name]))
+        return freeable(nodes, type(graph_inputs)(here))
+
+    memory.get_freeable_input_buf = get_freeable_input_buf
+    if not hasattr(PythonWrapperCodegen, "can_free"):
+        _free_what_is_not_reused()
     GraphLowering.add_device_info = add_device_info
     GraphLowering.find_nodes_prefer_channels_last = find_nodes_prefer_channels_last
     post_grad.get_all_devices = get_all_devices
+
+
+def _free_what_is_not_reused() -> None:
+    """For a torch whose memory that isn't reused isn't freed either: all weights of a graph would stay until its end."""
+    free = PythonWrapperCodegen.codegen_free
+
+    @functools.wraps(free)
+    def codegen_free(self: PythonWrapperCodegen, buffer: Any) -> None:
+        name = buffer.get_name()
+        if name not in getattr(V.graph, "never_reuse_but_free_buffers", ()):
+            free(self, buffer)
+        elif name not in self.freed:
+            self.freed.add(name)
+            self.writeline(FreeLine(self, buffer))
+
+    PythonWrapperCodegen.codegen_free = codegen_free
+
+
+def _never_reuse(name: str) -> None:
+    """The memory of others: freed after its last use, and never taken for another value."""
+    if hasattr(PythonWrapperCodegen, "can_free"):
+        V.graph.never_reuse_but_free_buffers.add(name)
+    else:
+        V.graph.never_reuse_buffers.add(name)
+        vars(V.graph).setdefault("never_reuse_but_free_buffers", set()).add(name)
 
 
 def _traced() -> torch.Tensor:
@@ -84,7 +124,7 @@ def _lower() -> None:
             V.graph.unaligned_buffers.discard(result.get_name())
         else:
             result = call_fetch(self, device)
-        V.graph.never_reuse_buffers.add(result.get_name())
+        _never_reuse(result.get_name())
         return result
 
     def as_traced(value: Any) -> Any:
@@ -99,7 +139,7 @@ def _lower() -> None:
     def give(self: Any, device: torch.device) -> Any:
         value = as_traced(self)
         value.realize()
-        V.graph.never_reuse_buffers.add(value.get_name())
+        _never_reuse(value.get_name())
         return call_give(value, device)
 
 
