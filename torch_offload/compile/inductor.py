@@ -5,8 +5,9 @@ Inductor compiles graphs of one device, beside which there may be CPU tensors. O
 that it generates touch none of their bytes, which copies may be writing at the time. What touches them are calls of
 ``offload::fetch``, ``give`` and ``write_``, and between these the kernels are those of a graph without offload. So
   - the devices of a graph are counted without offload, but its own pass also runs where only what is inside of the graph is on
-    offload; and no offload tensor is laid out anew for a convolution: the three overrides here, which hold for 2.11 to 2.15;
-  - memory that a fetch gave is the cache's, and what is given away is a Block's: inductor reuses neither for other values;
+    offload; and no offload tensor is laid out anew for a convolution;
+  - memory that a fetch gave is the cache's, and what is given away is a Block's: inductor reuses neither for other values, and
+    frees both after their last use. These are the four overrides here, which hold for 2.11 to 2.15;
   - what is left of operations on offload tensors is moved to the device (`on_device`);
   - a kernel over offload tensors is refused.
 register() runs when inductor first compiles something and asks the device module for a backend (``torch.offload.Scheduling``).
@@ -16,14 +17,13 @@ import functools
 from typing import Any, NoReturn
 
 import torch
-from torch._inductor import memory
 from torch._inductor.codegen.common import register_backend_for_device
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.codegen.wrapper import FreeLine, PythonWrapperCodegen
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import ExternKernel, TensorBox
+from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.utils import GPU_ALIGN_BYTES, tensor_is_aligned
 from torch._inductor.virtualized import V
@@ -31,6 +31,8 @@ from torch._inductor.virtualized import V
 from torch_offload import _C
 from torch_offload.compile.graphs import FETCH, GIVE, STASH, home_of
 from torch_offload.compile.on_device import OnDevice
+
+_OF_OTHERS = "torch_offload_memory_of_others"  # names of buffers, on the graph that is being lowered
 
 
 class _NoKernels(CppScheduling):
@@ -43,7 +45,7 @@ class _NoKernels(CppScheduling):
 
 def _override() -> None:
     count, prefer_channels_last = GraphLowering.add_device_info, GraphLowering.find_nodes_prefer_channels_last
-    devices_outside = post_grad.get_all_devices
+    devices_outside, free = post_grad.get_all_devices, PythonWrapperCodegen.codegen_free
 
     @functools.wraps(count)
     def add_device_info(self: GraphLowering, device: torch.device) -> None:
@@ -61,48 +63,25 @@ def _override() -> None:
         home = home_of(list(graph_module.graph.nodes))
         return found if home is None else type(found)([*found, home])
 
-    freeable = memory.get_freeable_input_buf
-
-    @functools.wraps(freeable)
-    def get_freeable_input_buf(nodes: Any, graph_inputs: Any) -> Any:
-        # Operations are put in an order that needs little memory: a fetch frees none, so it is not better done early.
-        def on_offload(value: Any) -> bool:
-            return isinstance(value, TensorBox) and value.get_device().type == "offload"
-
-        here = (name for name in graph_inputs if not on_offload(V.graph.graph_inputs[name]))
-        return freeable(nodes, type(graph_inputs)(here))
-
-    memory.get_freeable_input_buf = get_freeable_input_buf
-    if not hasattr(PythonWrapperCodegen, "can_free"):
-        _free_what_is_not_reused()
-    GraphLowering.add_device_info = add_device_info
-    GraphLowering.find_nodes_prefer_channels_last = find_nodes_prefer_channels_last
-    post_grad.get_all_devices = get_all_devices
-
-
-def _free_what_is_not_reused() -> None:
-    """For a torch whose memory that isn't reused isn't freed either: all weights of a graph would stay until its end."""
-    free = PythonWrapperCodegen.codegen_free
-
     @functools.wraps(free)
     def codegen_free(self: PythonWrapperCodegen, buffer: Any) -> None:
         name = buffer.get_name()
-        if name not in getattr(V.graph, "never_reuse_but_free_buffers", ()):
+        if name not in vars(V.graph).get(_OF_OTHERS, ()):
             free(self, buffer)
         elif name not in self.freed:
             self.freed.add(name)
             self.writeline(FreeLine(self, buffer))
 
+    GraphLowering.add_device_info = add_device_info
+    GraphLowering.find_nodes_prefer_channels_last = find_nodes_prefer_channels_last
+    post_grad.get_all_devices = get_all_devices
     PythonWrapperCodegen.codegen_free = codegen_free
 
 
 def _never_reuse(name: str) -> None:
-    """The memory of others: freed after its last use, and never taken for another value."""
-    if hasattr(PythonWrapperCodegen, "can_free"):
-        V.graph.never_reuse_but_free_buffers.add(name)
-    else:
-        V.graph.never_reuse_buffers.add(name)
-        vars(V.graph).setdefault("never_reuse_but_free_buffers", set()).add(name)
+    """For the memory of others. Inductor frees nothing that it may not reuse; `codegen_free` does, after the last use."""
+    V.graph.never_reuse_buffers.add(name)
+    vars(V.graph).setdefault(_OF_OTHERS, set()).add(name)
 
 
 def _traced() -> torch.Tensor:
