@@ -19,8 +19,9 @@ def register() -> None:
     base = function._SingleLevelFunction if in_python else function.Function
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # That of a compiled graph fetches by itself.
-        target = None if cls.__module__.startswith("torch._functorch.") else target_of(args)
+        # Compiled graphs and functorch's levels fetch by themselves. A user's function in a graph that is traced does not.
+        compiled = cls.__module__.startswith("torch._functorch._aot_autograd.")
+        target = target_of(args) if issubclass(cls, function.Function) and not compiled else None
         if target is not None:
             args = tuple(fetched(value, target) for value in args)
         return super(base, cls).apply(*args, **kwargs)

@@ -101,15 +101,18 @@ def check_training(net, x, dtype):
     assert_same(frozen_now, frozen_then)
 
 
-def moved_in_a_step(net, x):
-    """Bytes to the device of one forward pass among many, with nothing kept between two of them."""
+def moved_in_a_step(net, x, steps=16):
+    """Bytes to the device of one forward pass among many, with nothing kept between two of them.
+
+    Among so many that what the last of them has fetched ahead, a ring full, is little.
+    """
     with torch.no_grad():
         for _ in range(4):
             net(x)
         before = torch_offload.memory_stats()["link.bytes_to_device"]
-        for _ in range(4):
+        for _ in range(steps):
             net(x)
-        return (torch_offload.memory_stats()["link.bytes_to_device"] - before) / 4
+        return (torch_offload.memory_stats()["link.bytes_to_device"] - before) / steps
 
 
 def check_bytes(make, x):

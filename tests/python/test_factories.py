@@ -24,6 +24,7 @@ FACTORIES = {
     "hann_window": lambda d: torch.hann_window(8, device=d),
     "hamming_window": lambda d: torch.hamming_window(8, device=d),
     "blackman_window": lambda d: torch.blackman_window(8, device=d),
+    "blackman_window, symmetric": lambda d: torch.blackman_window(9, False, dtype=torch.float64, device=d),
     "bartlett_window": lambda d: torch.bartlett_window(8, dtype=torch.float64, device=d),
     "kaiser_window": lambda d: torch.kaiser_window(8, device=d),
     "kaiser_window of doubles": lambda d: torch.kaiser_window(8, False, 8.0, dtype=torch.float64, device=d),

@@ -25,7 +25,7 @@ PROGRAMS = [
 
 class Result(NamedTuple):
     returncode: int
-    stdout: str
+    stdout: list[str]
     warnings: list[str]
 
 
@@ -60,7 +60,7 @@ def run(program: Path, folder: Path, first_statement: str = "") -> Result:
     (folder / "program.py").write_text(first_statement + program.read_text())
     done = python(["program.py"], folder)
     sys.stderr.write(done.stderr)
-    return Result(done.returncode, done.stdout, warnings_in(done.stderr, folder))
+    return Result(done.returncode, done.stdout.splitlines(), warnings_in(done.stderr, folder))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -154,8 +154,8 @@ def test_names(tmp_path, mmap, name):
 @pytest.mark.parametrize("alignment", [64, 4096])
 @pytest.mark.parametrize("crc", [True, False])
 def test_settings_of_torch_save(tmp_path, mmap, alignment, crc, monkeypatch):
-    monkeypatch.setattr(torch.utils.serialization.config.save, "storage_alignment", alignment)
-    monkeypatch.setattr(torch.utils.serialization.config.save, "compute_crc32", crc)
+    monkeypatch.setattr("torch.utils.serialization.config.save.storage_alignment", alignment)
+    monkeypatch.setattr("torch.utils.serialization.config.save.compute_crc32", crc)
     assert_loaded(saved(tmp_path / "x.pt", shared()), mmap)
 
 

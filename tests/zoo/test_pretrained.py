@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from helpers import COMPUTE, CPU, OFFLOAD, assert_same, same, values
+from helpers import COMPUTE, CPU, GPU, OFFLOAD, assert_same, same, values
 from random_models import WORDS, gpt2, language, llama, mixtral, t5, texts, transformers
-from training import check_training, state, train
+from training import check_training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -54,7 +54,8 @@ def test_tied_weights_are_one():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("size", [WORDS + 7, WORDS - 7])
 def test_resized_embeddings(size, tied):
-    """New rows are drawn with the mean and the covariance of the old ones."""
+    """New rows are drawn with the mean and the covariance of the old ones, each device from its own generator."""
+    resized = []
 
     def run(device):
         model = llama(tie_word_embeddings=tied).to(device)
@@ -62,10 +63,16 @@ def test_resized_embeddings(size, tied):
         model.resize_token_embeddings(size)
         assert everywhere(model) == {device.type}
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-        before = state(model)
-        return before, train(model, lambda: [texts()[0] % size], language, COMPUTE)
+        resized.append({name: value.cpu().clone() for name, value in model.state_dict().items()})
+        model.load_state_dict(resized[0])
+        torch.manual_seed(2)
+        return train(model, lambda: [texts()[0] % size], language, COMPUTE)
 
     same(run)
+    if GPU:
+        torch.testing.assert_close(resized[1], resized[0], rtol=0, atol=1e-3)
+    else:
+        assert_same(resized[1], resized[0])
 
 
 @pytest.mark.parametrize("make", [gpt2, llama, lambda: llama(tie_word_embeddings=True), mixtral, t5])

@@ -119,7 +119,7 @@ def test_dispatched():
     expected = model(tokens.to(COMPUTE)).logits
     model = accelerate.dispatch_model(model, {"": "offload"})
     assert everywhere(model) == {"offload"}
-    assert_same(model(tokens).logits, expected)
+    assert_same(model(tokens.to(COMPUTE)).logits, expected)
 
 
 @pytest.mark.xfail(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COMPUTE, at, grads, same
+from helpers import COMPUTE, GPU, at, grads, same
 from training import check_training
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,7 +42,15 @@ def classification(model, pixels, labels):
 @pytest.mark.parametrize("feed", ["plain", "offload"])
 @pytest.mark.parametrize("name", MODELS)
 def test_training(name, feed):
-    check_training(MODELS[name], images(56 if "Swin" in name else 32), classification, feed)
+    def make():
+        model = MODELS[name]()
+        for part in model.modules():
+            # It draws in place, in a new tensor: for activations on offload that is the host's generator, and on CUDA CUDA's.
+            if type(part).__name__ == "DropPath" and GPU and feed == "offload":
+                part.drop_prob = 0.0
+        return model
+
+    check_training(make, images(56 if "Swin" in name else 32), classification, feed)
 
 
 @pytest.mark.parametrize("feed", ["plain", "offload"])

@@ -18,6 +18,8 @@ class AdamW(torch.optim.AdamW):
         parameters = [p for group in self.param_groups for p in group["params"] if p.device.type != "offload"]
         homes = [p.device for p in parameters]
         move(parameters, [CPU] * len(parameters))
+        for averages in self.state.values():  # those of a file came where the parameters are
+            averages.update({name: value.to(CPU) for name, value in averages.items() if name.startswith("exp_avg")})
         loss = super().step(closure)
         move(parameters, homes)
         return loss

@@ -48,19 +48,6 @@ def call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
     return node
 
 
-def send_gradients_home(graph: fx.Graph) -> None:
-    """In a graph of forward and backward, a gradient is where its operand is, also one that a user's function computed."""
-    operands = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("primals_")]
-    output = graph.output_node()
-    results = list(output.args[0])
-    for k, operand in enumerate(operands, len(results) - len(operands)):
-        home, gradient = home_of(operand), results[k]
-        if home is not None and isinstance(gradient, fx.Node) and home_of(gradient) is None:
-            with graph.inserting_before(output):
-                results[k] = call(graph, STASH, gradient, home)
-    output.args = (tuple(results),)
-
-
 def keep_what_is_overwritten(graph: fx.Graph) -> set[int]:
     """The inputs that the graph writes to, as storages().
 

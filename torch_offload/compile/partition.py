@@ -20,7 +20,6 @@ def _prepare(graph: Any) -> None:
     fetches = [node for node in graph.nodes if node.target is graphs.FETCH]
     if not fetches:
         return
-    graphs.send_gradients_home(graph)
     written = graphs.keep_what_is_overwritten(graph)
     for node in fetches:
         if not written & graphs.storages(node.args[0]):

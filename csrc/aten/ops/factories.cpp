@@ -6,6 +6,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/blackman_window.h>
 #include <ATen/ops/kaiser_window.h>
 
 namespace offload {
@@ -87,16 +88,37 @@ at::Tensor& setEmpty(at::Tensor& self) {
   return setStorageOffset(self, std::move(storage), 0, {0}, {});
 }
 
-// The one window that PyTorch makes with a kernel of its own.
+// Values of factories are the CPU's. PyTorch fills most in place, which is the host's to do where they are new; of these two it makes
+// one by a kernel that offload has none of, the other of values in between, which would be computed on the device.
+at::Tensor keptOnHost(const at::Tensor& values, std::optional<at::Device> device) {
+  const c10::Device home = device.value_or(at::Device(kOffload));
+  auto result = emptyOffload(values.sizes(), values.strides(), values.scalar_type(), home, Born::Host);
+  result.copy_(values);
+  return result;
+}
+
+at::TensorOptions onCpu(std::optional<at::ScalarType> type) {
+  return at::TensorOptions().dtype(type).device(at::kCPU);
+}
+
+at::Tensor blackmanWindowPeriodic(
+    std::int64_t length, bool periodic, std::optional<at::ScalarType> type, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pinned) {
+  checkOptions(layout, pinned);
+  return keptOnHost(at::blackman_window(length, periodic, onCpu(type)), device);
+}
+
+at::Tensor blackmanWindow(
+    std::int64_t length, std::optional<at::ScalarType> type, std::optional<at::Layout> layout, std::optional<at::Device> device,
+    std::optional<bool> pinned) {
+  return blackmanWindowPeriodic(length, true, type, layout, device, pinned);
+}
+
 at::Tensor kaiserWindowBeta(
     std::int64_t length, bool periodic, double beta, std::optional<at::ScalarType> type, std::optional<at::Layout> layout,
     std::optional<at::Device> device, std::optional<bool> pinned) {
   checkOptions(layout, pinned);
-  const at::Tensor window = at::kaiser_window(length, periodic, beta, at::TensorOptions().dtype(type).device(at::kCPU));
-  auto result =
-      emptyOffload(window.sizes(), window.strides(), window.scalar_type(), device.value_or(at::Device(kOffload)), Born::Host);
-  result.copy_(window);
-  return result;
+  return keptOnHost(at::kaiser_window(length, periodic, beta, onCpu(type)), device);
 }
 
 at::Tensor kaiserWindowPeriodic(
@@ -125,6 +147,8 @@ bool hasCompatibleShallowCopyType(const at::Tensor& self, const at::Tensor& from
 OFFLOAD_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", emptyMemoryFormat);
   m.impl("empty_strided", emptyStrided);
+  m.impl("blackman_window", blackmanWindow);
+  m.impl("blackman_window.periodic", blackmanWindowPeriodic);
   m.impl("kaiser_window", kaiserWindow);
   m.impl("kaiser_window.periodic", kaiserWindowPeriodic);
   m.impl("kaiser_window.beta", kaiserWindowBeta);
