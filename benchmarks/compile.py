@@ -111,6 +111,9 @@ def main() -> None:
     device = compute_device(options.tiny)
     torch_offload.set_budget(0)
     inductor_config.force_disable_caches = True
+    inductor_config.deterministic = (
+        True  # what is chosen by measuring would differ between two compilations, and bits with it
+    )
     torch.compile(torch.sin)(torch.ones(4, device=device))  # the compiler's own start is nobody's
     shape = TINY if options.tiny else LLAMA_8B
     rounds = 1 if options.tiny else options.rounds

@@ -5,7 +5,8 @@
 // kept there, and what is not gets a Slot and a copy. So the copy stream has work while the host waits for a result, and at
 // the turning point between forward and backward nothing is copied that is still there. The other half is for what is in use, and
 // for results on their way home: were these let go at once, the stream that computes would wait for each of their copies. Where there
-// are none, and the link has nothing to do, as after a wait for the step before, that half takes copies too: one at a time.
+// are none, and the link has nothing to do, as after a wait for the step before, that half takes copies too: one at a time. Where it is
+// wanted back, copies were made for nothing, and it is not lent again for a while that doubles each time.
 //
 // Small and middle-sized extents of page-locked memory travel in batches: one call of the Link and one token for several. In a steady
 // state a fetch makes room for one, so a batch waits until there is room for `batchBytes`, or for half of what may be ahead; the other
@@ -25,6 +26,8 @@ namespace {
 constexpr int kMostLookedAt = 64; // for each fetch, so that it takes bounded time
 constexpr std::size_t kMostCopies = 8; // but what the last batch of them has beyond
 constexpr std::uint64_t kMostPatience = 1024;
+constexpr std::uint64_t kLeastPause = 64;
+constexpr std::uint64_t kMostPause = std::uint64_t{1} << 20;
 
 std::size_t shiftOf(const Block& block, Extent extent) {
   return (block.address() + extent.begin) % kAlignment;
@@ -89,6 +92,16 @@ bool Residency::goesInBatch(const Forecast::Expected& expected) const {
   return expected.extent.bytes() <= options_.batchMost && memoryOf(*expected.block) == HostMemory::Pinned;
 }
 
+// Under the mutex: whether the half of the ring that is for what is in use may take copies, if the link has nothing to do.
+bool Residency::mayLend(Device& dev) {
+  const std::uint64_t now = dev.schedule.forecast().count();
+  if (dev.queue.wasCalledBack()) {
+    dev.pause = std::clamp(2 * dev.pause, kLeastPause, kMostPause);
+    dev.lendsFrom = now + dev.pause;
+  }
+  return dev.queue.leavingBytes() == 0 && now >= dev.lendsFrom;
+}
+
 // Under the mutex: holds new Slots, without memory as yet, for the expected fetches that need one: a batch, or one that goes alone;
 // none where nothing is to be copied, or there is no room, or not enough for a batch to begin. An `idle` link may use the whole ring.
 Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
@@ -115,7 +128,7 @@ Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
     if (!stays && dev.queue.keptBytes(dev.ring) + own > dev.ring) break;
     const std::size_t wanted = batch.empty() && !alone ? std::max(own, mostAtOnce) : bytes + own;
     if (dev.queue.aheadBytes() + wanted > most) {
-      if (batch.empty() && !idle && dev.queue.leavingBytes() == 0) ahead.lastCopy = dev.lastCopy;
+      if (batch.empty() && !idle && mayLend(dev)) ahead.lastCopy = dev.lastCopy;
       break;
     }
     if (batch.empty()) batch.reserve(alone ? 1 : kMostLookedAt);

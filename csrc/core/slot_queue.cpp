@@ -107,18 +107,27 @@ void SlotQueue::leave(const std::shared_ptr<Slot>& slot) {
 
 void SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
   dropPassed(bytes, ring, retired);
-  while (passingBytes() + bytes > ring && !ahead_.empty()) {
-    const auto later = [](const auto& a, const auto& b) { return a->expected < b->expected; };
-    retire(*std::max_element(ahead_.begin(), ahead_.end(), later), retired);
-  }
+  while (passingBytes() + bytes > ring && !ahead_.empty()) retire(lastAhead(), retired);
 }
 
 void SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) {
   while (passingBytes() + bytes > ring) {
-    List& list = passing_.empty() || leavingBytes_ > ring / 2 ? leaving_ : passing_;
-    if (list.empty()) return;
-    retire(list.front(), retired);
+    if (leavingBytes_ <= ring / 2 && !passing_.empty()) {
+      retire(passing_.front(), retired);
+    } else if (leavingBytes_ <= ring / 2 && aheadBytes_ > ring / 2) {
+      retire(lastAhead(), retired);
+      calledBack_ = true;
+    } else if (!leaving_.empty()) {
+      retire(leaving_.front(), retired);
+    } else {
+      return;
+    }
   }
+}
+
+std::shared_ptr<Slot> SlotQueue::lastAhead() const {
+  return *std::max_element(
+      ahead_.begin(), ahead_.end(), [](const auto& a, const auto& b) { return a->expected < b->expected; });
 }
 
 std::size_t SlotQueue::keptBytes(std::size_t ring) const {

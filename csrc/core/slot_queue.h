@@ -27,9 +27,9 @@ struct ResidencyStats {
 
 /// Every Slot from add() until it is retired is in one list: Dirty ones by themselves, of the others those that are pinned, and those
 /// that nothing pins by their share; the one that has been there longest is in front. Of what is passing, results on their way home are
-/// listed apart and go after the rest, unless they take more than half of the ring; what is expected to be fetched soon goes last.
-/// Guarded by Residency. What is retired leaves its Block and is charged no more; its
-/// memory is the caller's to release, outside the lock.
+/// listed apart and go after the rest, unless they take more than half of the ring; what is expected to be fetched soon goes last, but
+/// before results where it takes more than half of the ring. Guarded by Residency. What is retired leaves its Block and is charged no
+/// more; its memory is the caller's to release, outside the lock.
 class SlotQueue {
  public:
   /// Charges a new Slot, which has one Pin.
@@ -54,6 +54,10 @@ class SlotQueue {
   bool isExpected(const Slot& slot) const noexcept {
     return slot.epoch == epoch_ && slot.expected > now_;
   }
+  /// Whether what is expected had to give back a part of the half that is not its own, since this was asked last.
+  bool wasCalledBack() noexcept {
+    return std::exchange(calledBack_, false);
+  }
   /// Whether something has been retired that is expected, since this was asked last.
   bool wasInterrupted() noexcept {
     return std::exchange(interrupted_, false);
@@ -61,7 +65,7 @@ class SlotQueue {
 
   /// Retires Slots that are passing until `bytes` more are within `ring`, or all that are left are pinned.
   void makeRoom(std::size_t bytes, std::size_t ring, Slots& retired);
-  /// The same, but leaves those that are expected.
+  /// The same, but leaves half of the ring to those that are expected.
   void dropPassed(std::size_t bytes, std::size_t ring, Slots& retired);
   /// Retires Slots that stay until they and Dirty ones are within `budget`, or all that are left are pinned.
   void shrink(std::size_t budget, Slots& retired);
@@ -99,6 +103,7 @@ class SlotQueue {
   using List = std::list<std::shared_ptr<Slot>>;
 
   List& listOf(const Slot& slot);
+  std::shared_ptr<Slot> lastAhead() const;
   std::size_t* accountOf(const Slot& slot);
   std::size_t* tallyOf(const List& list);
   void relist(Slot& slot, List& from);
@@ -120,6 +125,7 @@ class SlotQueue {
   std::uint64_t paidUntil_ = 0; // up to which of them wrong guesses have been counted
   std::uint64_t wrongGuesses_ = 0;
   bool interrupted_ = false;
+  bool calledBack_ = false;
 };
 
 } // namespace offload

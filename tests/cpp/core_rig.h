@@ -72,10 +72,10 @@ struct BasicRig {
   };
   using BlockPtr = std::unique_ptr<Block, Return>;
 
-  BlockPtr newBlock(std::size_t bytes) {
+  BlockPtr newBlock(std::size_t bytes, Born born = Born::Host) {
     const HostRange range = arena.allocate(bytes);
     const BlockKind kind = range.pinned ? BlockKind::Pinned : BlockKind::Pageable;
-    return {new Block(range.data, bytes, kind, Born::Host, 0), Return{this}};
+    return {new Block(range.data, bytes, kind, born, 0), Return{this}};
   }
   BlockPtr newBlock(const Bytes& value) {
     BlockPtr block = newBlock(value.size());

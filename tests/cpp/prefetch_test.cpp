@@ -243,6 +243,32 @@ TEST_F(Prefetch, ResultsDoNotPushOutWhatIsExpected) {
   }
 }
 
+// Unpacked weights: each layer makes two results of a quarter of the ring, which it reads at once, and the link is idle before.
+TEST_F(Prefetch, ResultsGetBackTheHalfThatAnIdleLinkWasLent) {
+  constexpr std::uint64_t kSteps = 16;
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    make(24, 8, seed);
+    forward();
+    forward();
+    const std::uint64_t before = copies();
+    for (std::uint64_t step = 0; step < kSteps; ++step) {
+      for (std::size_t k = 0; k < layers_.size(); ++k) {
+        use(k);
+        rig_->sim.drain();
+        std::vector<Rig::BlockPtr> results;
+        for (int operation = 0; operation < 2; ++operation) {
+          results.push_back(rig_->newBlock(2 * kBytes, Born::Device));
+          rig_->cache.adopt(*results.back(), rig_->newResult(stream_, pattern(k, 2 * kBytes)), stream_);
+        }
+        for (const auto& result : results) (void)rig_->cache.fetch(*result, {0, result->bytes}, stream_);
+      }
+    }
+    EXPECT_LE(copies() - before, kSteps * 24 * 105 / 100);
+    checkValues();
+    ASSERT_FALSE(HasFailure()) << "seed " << seed;
+  }
+}
+
 // Whoever lets go of memory that is still being copied home makes the stream that computes wait for that copy.
 TEST_F(Prefetch, AResultKeepsItsMemoryWhileItGoesHome) {
   make(10, 4);

@@ -121,7 +121,7 @@ def test_operations_on_offload_alone(operation, backend):
         assert result.device.type == "offload"
         assert result.stride() == value.stride()
         torch.testing.assert_close(result.detach().cpu(), value.detach().cpu())
-    if expected[0].requires_grad:
+    if expected[0].requires_grad:  # sums of inductor's are in its own order
         results[0].square().sum().backward(), expected[0].square().sum().backward()
         assert weight.grad.device.type == "offload"
-        torch.testing.assert_close(weight.grad.cpu(), plain.grad.cpu())
+        torch.testing.assert_close(weight.grad.cpu(), plain.grad.cpu(), rtol=1e-5, atol=1e-5)
