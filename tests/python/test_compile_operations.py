@@ -110,6 +110,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.filterwarnings("error:Attempted to insert a get_attr")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_operations_on_offload_alone(operation, backend):

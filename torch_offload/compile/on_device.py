@@ -56,7 +56,7 @@ def _fetch_small_constants(graph_module: fx.GraphModule) -> None:
         name = f"{source.target.replace('.', '_')}_on_device"
         setattr(graph_module, name, attrgetter(source.target)(graph_module).to(device))
         with graph.inserting_before(node):
-            constant = graph.get_attr(name)
+            constant = graph.create_node("get_attr", name)  # get_attr() warns where the graph's owner is another module
         constant.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(constant)
         graph.erase_node(node)
