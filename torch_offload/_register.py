@@ -25,6 +25,7 @@ def register(extension: ModuleType) -> None:
         _purposes,
         _serialization,
         _sharing,
+        _triton,
         compile,
         device,
     )
@@ -51,6 +52,7 @@ def register(extension: ModuleType) -> None:
     _library.register()
     _autocast.register()
     _backward.register()
+    _triton.register()
     compile.register()
     # Before Python's own teardown: later a tensor's deleter may run when CUDA is gone.
     atexit.register(extension.drain, close=True)
