@@ -6,7 +6,8 @@
 // the turning point between forward and backward nothing is copied that is still there. The other half is for what is in use, and
 // for results on their way home: were these let go at once, the stream that computes would wait for each of their copies. Where there
 // are none, and the link has nothing to do, as after a wait for the step before, that half takes copies too: one at a time. Where it is
-// wanted back, copies were made for nothing, and it is not lent again for a while that doubles each time.
+// wanted back, copies were made for nothing, and it is not lent again for a while, which doubles each time, and halves each time that a
+// loan has been used up.
 //
 // Small and middle-sized extents of page-locked memory travel in batches: one call of the Link and one token for several. In a steady
 // state a fetch makes room for one, so a batch waits until there is room for `batchBytes`, or for half of what may be ahead; the other
@@ -27,7 +28,7 @@ constexpr int kMostLookedAt = 64; // for each fetch, so that it takes bounded ti
 constexpr std::size_t kMostCopies = 8; // but what the last batch of them has beyond
 constexpr std::uint64_t kMostPatience = 1024;
 constexpr std::uint64_t kLeastPause = 64;
-constexpr std::uint64_t kMostPause = std::uint64_t{1} << 20;
+constexpr std::uint64_t kMostPause = std::uint64_t{1} << 14;
 
 std::size_t shiftOf(const Block& block, Extent extent) {
   return (block.address() + extent.begin) % kAlignment;
@@ -58,7 +59,7 @@ void Residency::follow(Device& dev) {
   const bool written = dev.unwritten <= now || !forecast.expected(dev.unwritten - now).writtenFirst;
   if (dev.unwritten != 0 && written) dev.horizon = std::exchange(dev.unwritten, 0) - 1;
   const std::uint64_t guesses = dev.queue.wrongGuesses() - std::exchange(dev.wrongGuesses, dev.queue.wrongGuesses());
-  const std::uint64_t copies = dev.queue.stats.prefetchesWasted - std::exchange(dev.wasted, dev.queue.stats.prefetchesWasted);
+  const std::uint64_t copies = dev.queue.wrongCopies() - std::exchange(dev.wrongCopies, dev.queue.wrongCopies());
   dev.patience = std::min((guesses > 0 ? 2 * dev.patience : dev.patience) + (copies - guesses), kMostPatience);
   if (lost) lookAhead(dev, dev.ring / 2); // what is still expected shall not make room for this fetch
 }
@@ -92,14 +93,11 @@ bool Residency::goesInBatch(const Forecast::Expected& expected) const {
   return expected.extent.bytes() <= options_.batchMost && memoryOf(*expected.block) == HostMemory::Pinned;
 }
 
-// Under the mutex: whether the half of the ring that is for what is in use may take copies, if the link has nothing to do.
-bool Residency::mayLend(Device& dev) {
-  const std::uint64_t now = dev.schedule.forecast().count();
-  if (dev.queue.wasCalledBack()) {
-    dev.pause = std::clamp(2 * dev.pause, kLeastPause, kMostPause);
-    dev.lendsFrom = now + dev.pause;
-  }
-  return dev.queue.leavingBytes() == 0 && now >= dev.lendsFrom;
+// Under the mutex: a fetch or a result has taken back what an idle link was lent.
+void Residency::pauseLending(Device& dev) {
+  if (!std::exchange(dev.lent, false)) return;
+  dev.pause = std::clamp(2 * dev.pause, kLeastPause, kMostPause);
+  dev.lendsFrom = dev.schedule.forecast().count() + dev.pause;
 }
 
 // Under the mutex: holds new Slots, without memory as yet, for the expected fetches that need one: a batch, or one that goes alone;
@@ -110,6 +108,7 @@ Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
   std::size_t bytes = 0;
   const std::size_t most = idle ? dev.ring : dev.ring / 2;
   const std::size_t mostAtOnce = std::min(options_.batchBytes, dev.ring / 4);
+  if (!idle && dev.queue.aheadBytes() <= dev.ring / 2 && std::exchange(dev.lent, false)) dev.pause /= 2;
   for (int looked = 0; looked < kMostLookedAt; ++looked) {
     const auto next = lookAhead(dev, most);
     if (next.block == nullptr || dev.schedule.forecast().run() < dev.patience || !mayPrefetch(*next.block)) break;
@@ -128,7 +127,8 @@ Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
     if (!stays && dev.queue.keptBytes(dev.ring) + own > dev.ring) break;
     const std::size_t wanted = batch.empty() && !alone ? std::max(own, mostAtOnce) : bytes + own;
     if (dev.queue.aheadBytes() + wanted > most) {
-      if (batch.empty() && !idle && mayLend(dev)) ahead.lastCopy = dev.lastCopy;
+      const bool lends = dev.queue.leavingBytes() == 0 && dev.schedule.forecast().count() >= dev.lendsFrom;
+      if (batch.empty() && !idle && lends) ahead.lastCopy = dev.lastCopy;
       break;
     }
     if (batch.empty()) batch.reserve(alone ? 1 : kMostLookedAt);
@@ -142,6 +142,7 @@ Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
     dev.queue.makeRoom(stays ? 0 : own, dev.ring, retired);
     dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
     dev.queue.expect(slot, ++dev.horizon);
+    dev.lent = dev.lent || idle;
     batch.push_back({*this, std::move(slot), nullptr, {}});
     bytes += own;
     if (alone) break;

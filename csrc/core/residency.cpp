@@ -96,7 +96,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   const bool stays = room && dev.schedule.keeps(block, extent, room);
   dev.ring = ring(bytes);
   const bool tooLarge = !stays && ringIsSet_ && 2 * bytes > ringBytes_ && !std::exchange(warned_, true);
-  dev.queue.makeRoom(stays ? 0 : bytes, dev.ring, retired);
+  if (dev.queue.makeRoom(stays ? 0 : bytes, dev.ring, retired)) pauseLending(dev);
   dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
   std::vector<Token> after;
   block.writers.appendTo(after);

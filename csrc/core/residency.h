@@ -164,10 +164,11 @@ class Residency {
     std::uint64_t horizon = 0; // the number of the last fetch that has been looked after ahead of it
     std::uint64_t unwritten = 0; // the first one before it that awaits a write of the host; 0: none
     std::uint64_t patience = 1; // how many fetches must have come as expected before a copy is made ahead
-    std::uint64_t lendsFrom = 0; // the number of the fetch from which on an idle link may use the other half of the ring
+    bool lent = false; // to an idle link, some of the other half of the ring
+    std::uint64_t lendsFrom = 0; // the number of the fetch from which on that may be
     std::uint64_t pause = 0; // how long it might not, last time
     std::uint64_t wrongGuesses = 0; // that `patience` has been told of
-    std::uint64_t wasted = 0; // and prefetches
+    std::uint64_t wrongCopies = 0; // and copies
     Token lastCopy; // of the last copy to the device
   };
 
@@ -200,7 +201,7 @@ class Residency {
   Forecast::Expected lookAhead(Device& device, std::size_t most);
   Ahead foresee(Device& device, bool idle, Slots& retired);
   bool mayPrefetch(const Block& block) const;
-  bool mayLend(Device& device);
+  void pauseLending(Device& device);
   bool goesInBatch(const Forecast::Expected& expected) const;
   Block* stillExpected(const Device& device, const Slot& slot) const;
   bool prefetch(Device& device, const std::vector<Pin>& batch) noexcept;

@@ -83,6 +83,7 @@ struct Slot {
   /// The latest fetch that is expected to ask for it, by its number and the SlotQueue's epoch.
   std::uint64_t expected = 0;
   std::uint64_t epoch = 0;
+  std::uint64_t expectedNext = 0; // the first of several such fetches; where that has been, the latest is as good a guess
   bool isAhead = false; // as of when it was listed last
   /// A result whose bytes are being copied home, or have been.
   bool isLeaving = false;

@@ -83,6 +83,7 @@ void SlotQueue::retire(std::shared_ptr<Slot> slot, Slots& retired) {
   ++stats.evictions;
   if (slot->unused) {
     ++stats.prefetchesWasted;
+    ++wrongCopies_;
     if (slot->expected > paidUntil_) {
       ++wrongGuesses_;
       paidUntil_ = latest_;
@@ -105,29 +106,36 @@ void SlotQueue::leave(const std::shared_ptr<Slot>& slot) {
   move(slot, Share::Passing);
 }
 
-void SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
-  dropPassed(bytes, ring, retired);
+bool SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
+  const bool calledBack = dropPassed(bytes, ring, retired);
   while (passingBytes() + bytes > ring && !ahead_.empty()) retire(lastAhead(), retired);
+  return calledBack;
 }
 
-void SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) {
+bool SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) {
+  bool calledBack = false;
   while (passingBytes() + bytes > ring) {
     if (leavingBytes_ <= ring / 2 && !passing_.empty()) {
       retire(passing_.front(), retired);
     } else if (leavingBytes_ <= ring / 2 && aheadBytes_ > ring / 2) {
-      retire(lastAhead(), retired);
-      calledBack_ = true;
+      const auto last = lastAhead();
+      if (std::exchange(last->unused, false)) ++stats.prefetchesWasted; // the guess may have been right
+      retire(last, retired);
+      calledBack = true;
     } else if (!leaving_.empty()) {
       retire(leaving_.front(), retired);
     } else {
-      return;
+      break;
     }
   }
+  return calledBack;
 }
 
+// What is expected last. A Slot may be expected several times; the next of them counts.
 std::shared_ptr<Slot> SlotQueue::lastAhead() const {
+  const auto next = [this](const Slot& slot) { return slot.expectedNext > now_ ? slot.expectedNext : slot.expected; };
   return *std::max_element(
-      ahead_.begin(), ahead_.end(), [](const auto& a, const auto& b) { return a->expected < b->expected; });
+      ahead_.begin(), ahead_.end(), [&next](const auto& a, const auto& b) { return next(*a) < next(*b); });
 }
 
 std::size_t SlotQueue::keptBytes(std::size_t ring) const {
@@ -136,6 +144,7 @@ std::size_t SlotQueue::keptBytes(std::size_t ring) const {
 
 void SlotQueue::expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch) {
   List& from = listOf(*slot);
+  if (!isExpected(*slot) || slot->expectedNext <= now_) slot->expectedNext = isExpected(*slot) ? slot->expected : fetch;
   slot->expected = fetch;
   latest_ = std::max(latest_, fetch);
   slot->epoch = epoch_;

@@ -54,19 +54,16 @@ class SlotQueue {
   bool isExpected(const Slot& slot) const noexcept {
     return slot.epoch == epoch_ && slot.expected > now_;
   }
-  /// Whether what is expected had to give back a part of the half that is not its own, since this was asked last.
-  bool wasCalledBack() noexcept {
-    return std::exchange(calledBack_, false);
-  }
   /// Whether something has been retired that is expected, since this was asked last.
   bool wasInterrupted() noexcept {
     return std::exchange(interrupted_, false);
   }
 
-  /// Retires Slots that are passing until `bytes` more are within `ring`, or all that are left are pinned.
-  void makeRoom(std::size_t bytes, std::size_t ring, Slots& retired);
+  /// Retires Slots that are passing until `bytes` more are within `ring`, or all that are left are pinned. Whether any of them was
+  /// expected, and beyond half of the ring.
+  bool makeRoom(std::size_t bytes, std::size_t ring, Slots& retired);
   /// The same, but leaves half of the ring to those that are expected.
-  void dropPassed(std::size_t bytes, std::size_t ring, Slots& retired);
+  bool dropPassed(std::size_t bytes, std::size_t ring, Slots& retired);
   /// Retires Slots that stay until they and Dirty ones are within `budget`, or all that are left are pinned.
   void shrink(std::size_t budget, Slots& retired);
   /// Lets those pass of which `stays` is false.
@@ -83,6 +80,10 @@ class SlotQueue {
   /// How often expectations turned out to be wrong: copies given up that had been made by then are of one wrong guess.
   std::uint64_t wrongGuesses() const noexcept {
     return wrongGuesses_;
+  }
+  /// The copies given up; but for those that only had no room.
+  std::uint64_t wrongCopies() const noexcept {
+    return wrongCopies_;
   }
   /// Bytes that wait for the fetch that is expected.
   std::size_t aheadBytes() const noexcept {
@@ -124,8 +125,8 @@ class SlotQueue {
   std::uint64_t latest_ = 0; // of the fetches for which something has been expected
   std::uint64_t paidUntil_ = 0; // up to which of them wrong guesses have been counted
   std::uint64_t wrongGuesses_ = 0;
+  std::uint64_t wrongCopies_ = 0;
   bool interrupted_ = false;
-  bool calledBack_ = false;
 };
 
 } // namespace offload

@@ -22,7 +22,8 @@ std::shared_ptr<Slot> Residency::takeResult(Device& dev, const Block& block, Dev
   {
     Lock lock(mutex_);
     // It has its memory already, and soon leaves the ring: no reason to give up what the next operation wants.
-    dev.queue.dropPassed(slot->buffer.bytes, ring(slot->buffer.bytes), retired);
+    const std::size_t bytes = slot->buffer.bytes;
+    if (dev.queue.dropPassed(bytes, std::max(dev.ring, ring(bytes)), retired)) pauseLending(dev);
     dev.queue.add(slot, Share::Passing);
   }
   release(retired);
