@@ -211,6 +211,17 @@ bool useFetchedOn(const at::Tensor& tensor, Stream stream) {
   return true;
 }
 
+void bringHome(const at::Tensor& fetched) {
+  if (!fetched.has_storage()) return;
+  auto& storage = *fetched.storage().unsafeGetStorageImpl();
+  if (compat::isReleased(storage)) return;
+  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
+  if (data.get_deleter() != &deleteFetched) return;
+  const Context& context = Context::get();
+  const Stream producer = context.currentStream(fetched.is_cuda() ? fetched.device().index() : 0);
+  context.residency().bringHome(static_cast<FetchedMemory*>(data.get_context())->pin, producer);
+}
+
 void releaseFetched(const at::Tensor& fetched) {
   auto& storage = *fetched.storage().unsafeGetStorageImpl();
   if (storage.nbytes() == 0) return; // nothing to read

@@ -40,6 +40,10 @@ bool isFetched(const at::Tensor& tensor);
 /// goes; false for others.
 bool useFetchedOn(const at::Tensor& tensor, Stream stream);
 
+/// Gives the source of a tensor that was fetched through the cache what has been written to that tensor, unless the source itself has
+/// been written to since. The caller keeps the source alive.
+void bringHome(const at::Tensor& fetched);
+
 /// Has `record_stream` ask for that; to be called once, at first use.
 void interceptRecordStream();
 

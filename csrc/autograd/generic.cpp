@@ -78,6 +78,14 @@ void copyBack(const Written& written, c10::Device computed) {
   if (bumped && (replaced || !aboveAutograd || written.argument.hidden)) source->bump_version();
 }
 
+void keepWritten(const Written& written, c10::Device computed) noexcept {
+  try {
+    if (written.argument.hidden || written.work._version() > 0) copyBack(written, computed);
+  } catch (...) {
+    // What ended the operation is what the caller is told.
+  }
+}
+
 // A fetched tensor's storage is but the operand's part. Here all of it travels, and the operand is where it was.
 at::Tensor fetchInStorage(const at::Tensor& tensor, c10::Device target) {
   const auto elements = static_cast<std::int64_t>(tensor.storage().nbytes() / tensor.dtype().itemsize());
@@ -105,7 +113,13 @@ void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Pl
     return value;
   });
   useArgumentsOf(placement.compute.type(), traits, stack);
-  op.callBoxed(&stack);
+  try {
+    op.callBoxed(&stack);
+  } catch (...) {
+    // Left early, as non-reentrant checkpointing does by a hook once it has what it wants: the kernel had written by then.
+    for (const auto& written : writes) keepWritten(written, placement.compute);
+    throw;
+  }
   watch.finish(resultTensors(traits.results, stack));
   for (const auto& written : writes) copyBack(written, placement.compute);
   replaceResults(traits.results, stack, [&](const at::Tensor& result) {

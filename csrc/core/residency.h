@@ -108,6 +108,10 @@ class Residency {
   /// of a file.
   HostLease lease(Block& block, Access access);
 
+  /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where
+  /// the Block was written to since by anybody else, or is gone.
+  void bringHome(const Pin& pin, Stream producer);
+
   /// Marks bytes that were changed behind this library's back, under a lease that reads, as written.
   void markWritten(Block& block);
 

@@ -134,8 +134,7 @@ bool SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) 
 // What is expected last. A Slot may be expected several times; the next of them counts.
 std::shared_ptr<Slot> SlotQueue::lastAhead() const {
   const auto next = [this](const Slot& slot) { return slot.expectedNext > now_ ? slot.expectedNext : slot.expected; };
-  return *std::max_element(
-      ahead_.begin(), ahead_.end(), [&next](const auto& a, const auto& b) { return next(*a) < next(*b); });
+  return *std::max_element(ahead_.begin(), ahead_.end(), [&next](const auto& a, const auto& b) { return next(*a) < next(*b); });
 }
 
 std::size_t SlotQueue::keptBytes(std::size_t ring) const {

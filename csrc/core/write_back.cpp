@@ -122,6 +122,21 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   if (failure) std::rethrow_exception(failure);
 }
 
+void Residency::bringHome(const Pin& pin, Stream producer) {
+  const std::shared_ptr<Slot> slot = pin.slot_;
+  Block* block = nullptr;
+  std::uint64_t before = 0;
+  {
+    Lock lock(mutex_);
+    if (!slot || slot->block == nullptr || !holdsNewest(*slot, *slot->block)) return;
+    block = slot->block;
+    before = block->version;
+  }
+  store(*block, slot->extent, slot->data, producer);
+  Lock lock(mutex_);
+  if (slot->block == block && block->version == before + 1) slot->version = block->version;
+}
+
 // What adopt() is for a Shared Block: nothing of it stays on the device. The memory goes after its producer, whether the copy succeeds
 // or not.
 void Residency::writeThrough(Block& block, DeviceBuffer buffer, Stream producer) {

@@ -175,6 +175,7 @@ PYBIND11_MODULE(_C, m) {
     const MemoryLimits limits = readMemoryLimits();
     return std::make_pair(limits.available, limits.total);
   });
+  m.def("bring_home", &bringHome, py::call_guard<py::gil_scoped_release>());
   m.def("is_shared", [](const c10::Storage& storage) { return isShared(*storage.unsafeGetStorageImpl()); });
   m.def(
       "share", torch::wrap_pybind_function_no_gil([](const c10::Storage& storage) { share(*storage.unsafeGetStorageImpl()); }));

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from helpers import COMPUTE, GPU, grads, same
+from helpers import CACHED, COMPUTE, GPU, OFFLOAD, at, data, grads, same, values
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -12,6 +12,8 @@ from torch.utils.checkpoint import (
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
+
+import torch_offload
 
 
 class Block(nn.Module):
@@ -226,3 +228,41 @@ def test_disabled_hooks():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_dropout_on_the_gpu_is_drawn_again(reentrant):
     same(training(functools.partial(every, use_reentrant=reentrant), 0.5, "offload"))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_statistics_of_a_batch_norm_in_a_checkpoint(reentrant, last):
+    """The recomputation counts too; without reentrance it is left as soon as the last tensor is saved."""
+
+    def run(device):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(8).to(device)
+        block = norm if last else nn.Sequential(norm, nn.Linear(8, 8).to(device))
+        x = torch.randn(4, 8).to(COMPUTE).requires_grad_()
+        for _ in range(2):
+            checkpoint(block, x, use_reentrant=reentrant).square().sum().backward()
+        return values(norm), x.grad, grads(block)
+
+    same(run)
+
+
+@pytest.mark.skipif(not CACHED, reason="there is no cache")
+@pytest.mark.filterwarnings("ignore:Tensor arguments")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_weights_among_the_arguments_do_not_stay_on_the_device(reentrant):
+    weights = [at(OFFLOAD, 64, 64, seed=k).requires_grad_() for k in range(8)]
+    h = data(4, 64).requires_grad_()
+    places = []
+
+    def product(x, weight):
+        places.append(weight.device.type)
+        return (x @ weight).tanh()
+
+    for weight in weights:
+        h = checkpoint(product, h, weight, use_reentrant=reentrant)
+    assert torch_offload.memory_stats()["device.pinned_slot_bytes.current"] < weights[0].nbytes
+    h.sum().backward()
+    assert set(places) == {"offload"}
+    assert len(places) == 16
+    assert all(weight.grad.device == weight.device for weight in weights)

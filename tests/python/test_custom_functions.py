@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from helpers import COMPUTE, data, same
+from helpers import CACHED, COMPUTE, OFFLOAD, assert_same, at, data, same
+
+import torch_offload
 
 
 class KeepsTheWeight(torch.autograd.Function):
@@ -60,3 +62,75 @@ def test_custom_function_mixes_an_offload_weight_with_plain_activations(function
         return h, x.grad, [w.grad for w in weights]
 
     same(run)
+
+
+class CountsCalls(torch.autograd.Function):
+    """Keeps count in an operand, in forward and, by way of its context, in backward."""
+
+    @staticmethod
+    def forward(ctx, x, count, marked):
+        count.add_(1)
+        if marked:
+            ctx.mark_dirty(count)
+        ctx.count = count
+        return (x * 2, count) if marked else x * 2
+
+    @staticmethod
+    def backward(ctx, gradient, *others):
+        ctx.count.mul_(3)
+        return gradient * 2, None, None
+
+
+class CountsWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, count):
+        ctx.save_for_backward(count)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (count,) = ctx.saved_tensors
+        count.add_(1)
+        return gradient * 2, None
+
+
+def read_every_way(tensor):
+    """The host's bytes, the cache's, and what is fetched anew."""
+    seen = [tensor.cpu().clone(), (tensor + torch.zeros(3, device=COMPUTE)).cpu()]
+    torch_offload.empty_cache()
+    return [*seen, (tensor + torch.zeros(3, device=COMPUTE)).cpu()]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_what_a_function_writes_comes_home(marked):
+    def run(device):
+        count, x = at("cpu", 3).to(device), data(3).requires_grad_()
+        before = count._version
+        results = CountsCalls.apply(x, count, marked)
+        y = results[0] if marked else results
+        versions = count._version - before
+        seen = read_every_way(count)
+        y.sum().backward()
+        seen += read_every_way(count)
+        CountsCalls.apply(x, count, marked)
+        return seen, read_every_way(count), versions, x.grad
+
+    same(run)
+
+
+def test_what_a_function_writes_to_a_saved_operand_comes_home():
+    def run(device):
+        count, x = at("cpu", 3).to(device), data(3).requires_grad_()
+        CountsWhatItSaved.apply(x, count).sum().backward()
+        return read_every_way(count)
+
+    same(run)
+
+
+def test_a_later_write_of_the_users_is_not_undone():
+    count, x = torch.zeros(3, device=OFFLOAD), data(3).requires_grad_()
+    y = CountsCalls.apply(x, count, False)
+    count.fill_(7)
+    y.sum().backward()  # which writes to what it was given before
+    if CACHED:
+        assert_same(count, torch.full((3,), 7.0))
