@@ -44,6 +44,7 @@ def trace(path: str | os.PathLike, model: torch.nn.Module | None = None) -> Iter
     Yields:
         The ``torch.profiler.profile`` object.
     """
+    Path(path).touch()  # what can't be written is known before anything runs
     name_all_modules() if model is None else name_tensors(model)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     profiler = profile(activities=activities, acc_events=True)

@@ -58,7 +58,8 @@ Settings Settings::fromEnvironment() {
   const char* link = std::getenv("TORCH_OFFLOAD_LINK");
   if (link != nullptr && *link != '\0') settings.link = link;
   settings.seed = environmentNumber("TORCH_OFFLOAD_SEED", settings.seed);
-  settings.ringBytes = environmentNumber("TORCH_OFFLOAD_RING_BYTES", settings.ringBytes);
+  const char* ring = std::getenv("TORCH_OFFLOAD_RING_BYTES");
+  if (ring != nullptr && *ring != '\0') settings.ringBytes = environmentNumber("TORCH_OFFLOAD_RING_BYTES", 0);
   const char* budget = std::getenv("TORCH_OFFLOAD_BUDGET");
   if (budget != nullptr && *budget != '\0') settings.budget = budget;
   settings.pinnedLimit = environmentNumber("TORCH_OFFLOAD_PINNED_LIMIT", settings.pinnedLimit);
@@ -135,7 +136,7 @@ Context::Context(const Settings& settings) {
   arena_ = std::make_unique<Arena>(link(), std::move(arena));
   if (!link_) return;
   ResidencyOptions options;
-  options.ringBytes = settings.ringBytes > 0 ? settings.ringBytes : defaultRingBytes(backend_);
+  options.ringBytes = settings.ringBytes ? *settings.ringBytes : defaultRingBytes(backend_);
   options.budgetBytes = budget;
   options.headroomBytes = headroomBytes(backend_);
   options.evictAtUnpin = settings.evictAtUnpin;
@@ -144,10 +145,10 @@ Context::Context(const Settings& settings) {
   options.copyDelay = settings.copyDelay;
   options.observer = &activityRanges();
   options.validate = settings.validate;
-  options.ringIsSet = settings.ringBytes > 0;
+  options.ringIsSet = settings.ringBytes.has_value();
   options.warn = [](const std::string& sentence) { TORCH_WARN(sentence); };
   residency_ = std::make_unique<Residency>(*link(), options);
-  for (const auto& [what, bytes] : {std::pair{"ring", settings.ringBytes}, {"budget", budget.value_or(0)}}) {
+  for (const auto& [what, bytes] : {std::pair{"ring", settings.ringBytes.value_or(0)}, {"budget", budget.value_or(0)}}) {
     const std::string problem = problemOf(what, std::to_string(bytes) + " bytes", bytes, backend_, deviceBytes_);
     if (!problem.empty()) TORCH_WARN(problem);
   }

@@ -30,7 +30,7 @@ enum class Backend {
 struct Settings {
   std::string link = "auto"; // "auto", "cuda", "sim" or "none"
   std::uint64_t seed = 0; // of the simulation
-  std::size_t ringBytes = 0; // 0: chosen from the device's memory
+  std::optional<std::size_t> ringBytes; // none: chosen from the device's memory
   std::string budget = "auto"; // as budgetOf() reads it
   std::size_t pinnedLimit = SIZE_MAX;
   bool evictAtUnpin = false;

@@ -174,3 +174,12 @@ def test_random_numbers_are_the_cpus(make):
     assert actual.device.type == "offload"
     assert_same(actual, expected)
     assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_is_set_to():
+    whole = torch.ones(3, 2, device=OFFLOAD)
+    assert whole.is_set_to(whole)
+    assert whole.view(3, 2).is_set_to(whole)
+    assert not whole.t().is_set_to(whole)
+    assert not whole[1:].is_set_to(whole)
+    assert not whole.clone().is_set_to(whole)

@@ -1,7 +1,7 @@
 """Gradients are read the moment backward returns, while their copies home are 50 ms late."""
 
 import pytest
-from helpers import passes
+from helpers import GPU, passes
 
 READS = {
     "sum": "[p.grad.sum().item() for p in model.parameters()]",
@@ -58,6 +58,7 @@ def test_read_at_once(read, budget):
         print(actual == read_of(plain), len(str(actual)))
         """,
         TORCH_OFFLOAD_COPY_DELAY_US="50000",
+        TORCH_OFFLOAD_LINK="auto" if GPU else "sim",
         TORCH_OFFLOAD_BUDGET=budget,
         CUBLAS_WORKSPACE_CONFIG=":4096:8",
     )
@@ -91,6 +92,7 @@ def test_read_by_a_hook():
         print(seen == run(plain.to(compute), x), len(seen))
         """,
         TORCH_OFFLOAD_COPY_DELAY_US="50000",
+        TORCH_OFFLOAD_LINK="auto" if GPU else "sim",
         CUBLAS_WORKSPACE_CONFIG=":4096:8",
     )
     assert told.split() == ["True", "8"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import GPU, HOST, OFFLOAD, python
+from helpers import GPU, HOST, OFFLOAD, passes, python
 
 import torch_offload
 
@@ -159,3 +159,13 @@ def test_tensors_are_right_whatever_was_said():
         torch_offload.set_budget(0)
         assert (torch.ones(3, 3, device=OFFLOAD) @ torch.ones(3, 3, device=OFFLOAD)).sum().item() == 27
         torch_offload.set_budget("auto")
+
+
+@pytest.mark.parametrize(("setting", "found"), [("0", 0), ("4096", 4096)])
+def test_a_ring_that_was_set(setting, found):
+    told = passes(
+        "import torch, torch_offload; torch.ones(3, device='offload'); print(torch_offload.get_ring_bytes())",
+        TORCH_OFFLOAD_RING_BYTES=setting,
+        TORCH_OFFLOAD_LINK="auto" if GPU else "sim",
+    )
+    assert int(told) == found

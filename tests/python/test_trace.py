@@ -281,6 +281,11 @@ def test_a_copy_of_the_users_keeps_its_name():
     ]
 
 
+def test_a_file_that_can_not_be_written_is_known_before_anything_runs(tmp_path):
+    with pytest.raises(FileNotFoundError), torch_offload.trace(tmp_path / "nowhere" / "t.json"):
+        raise AssertionError("it ran")
+
+
 @pytest.mark.gpu
 @pytest.mark.whole_gpu  # a host that is kept from running is late itself, and stalls nowhere
 def test_copies_on_the_gpu_have_names_and_bytes(tmp_path):

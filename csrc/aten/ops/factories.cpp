@@ -133,6 +133,11 @@ at::Tensor kaiserWindow(
   return kaiserWindowPeriodic(length, true, type, layout, device, pinned);
 }
 
+bool isSetTo(const at::Tensor& self, const at::Tensor& source) {
+  return self.storage().unsafeGetStorageImpl() == source.storage().unsafeGetStorageImpl() &&
+      self.storage_offset() == source.storage_offset() && self.sizes() == source.sizes() && self.strides() == source.strides();
+}
+
 // Module.to() asks this to decide whether a Parameter may keep its object: then ties and the optimizer's references survive a move.
 bool hasCompatibleShallowCopyType(const at::Tensor& self, const at::Tensor& from) {
   auto dense = [](const at::Tensor& tensor) {
@@ -157,10 +162,12 @@ OFFLOAD_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", setStorage);
   m.impl("set_.source_Tensor", setTensor);
   m.impl("set_", setEmpty);
+  m.impl("is_set_to", isSetTo);
   m.impl("_has_compatible_shallow_copy_type", hasCompatibleShallowCopyType);
 }
 
 OFFLOAD_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("is_set_to", torch::CppFunction::makeFallthrough());
   m.impl("_has_compatible_shallow_copy_type", hasCompatibleShallowCopyType);
 }
 
