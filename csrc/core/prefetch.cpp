@@ -15,7 +15,7 @@
 //
 // A wrong guess costs the copies that were made, and no result. It doubles how long the order must have been the expected one before
 // another guess is made, every copy of it beyond the first adds one, and each right copy takes one off: an order that can't be foretold is
-// streamed.
+// streamed. Nor is anything kept for what such an order seems to want next: that would push out what is used often.
 #include "core/residency.h"
 
 #include <algorithm>
@@ -27,6 +27,9 @@ namespace {
 constexpr int kMostLookedAt = 64; // for each fetch, so that it takes bounded time
 constexpr std::size_t kMostCopies = 8; // but what the last batch of them has beyond
 constexpr std::uint64_t kMostPatience = 1024;
+constexpr int kMostSteady = 64; // fetches that came as expected
+constexpr int kOneAgainst = 4; // of these, for one that did not
+constexpr int kSteady = 4;
 constexpr std::uint64_t kLeastPause = 64;
 constexpr std::uint64_t kMostPause = std::uint64_t{1} << 14;
 
@@ -54,6 +57,7 @@ void Residency::follow(Device& dev) {
   const std::uint64_t now = forecast.count();
   dev.queue.advance(now);
   const bool lost = !forecast.foretold();
+  dev.steady = lost ? std::max(dev.steady - kOneAgainst, 0) : std::min(dev.steady + 1, kMostSteady);
   if (lost) dev.queue.expectNothing();
   if (dev.queue.wasInterrupted() || lost) dev.horizon = dev.unwritten = 0;
   const bool written = dev.unwritten <= now || !forecast.expected(dev.unwritten - now).writtenFirst;
@@ -66,7 +70,7 @@ void Residency::follow(Device& dev) {
 
 // Under the mutex: the first of the expected fetches that needs a copy; those before it keep what they will find, `most` bytes of it.
 Forecast::Expected Residency::lookAhead(Device& dev, std::size_t most) {
-  if (!options_.prefetch || options_.evictAtUnpin || closed_) return {};
+  if (!options_.prefetch || options_.evictAtUnpin || closed_ || dev.steady < kSteady) return {};
   const Forecast& forecast = dev.schedule.forecast();
   dev.horizon = std::max(dev.horizon, forecast.count());
   for (int looked = 0; looked < kMostLookedAt; ++looked, ++dev.horizon) {

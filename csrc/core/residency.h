@@ -173,6 +173,7 @@ class Residency {
     std::uint64_t pause = 0; // how long it might not, last time
     std::uint64_t wrongGuesses = 0; // that `patience` has been told of
     std::uint64_t wrongCopies = 0; // and copies
+    int steady = 0; // how well the order could be foretold of late
     Token lastCopy; // of the last copy to the device
   };
 
