@@ -75,9 +75,11 @@ def register() -> None:
         if target is None:
             return super(base, cls).apply(*args, **kwargs)
         args, lent = _lend(args, target)
-        results = super(base, cls).apply(*args, **kwargs)
-        for operand in lent:
-            operand.bring_home()
+        try:
+            results = super(base, cls).apply(*args, **kwargs)
+        finally:  # also where checkpointing has ended a recomputation early
+            for operand in lent:
+                operand.bring_home()
         del args
         lent = [operand for operand in lent if operand.is_kept()]
         if lent:

@@ -25,9 +25,10 @@ std::vector<std::function<void()>>& firstUseTasks() {
   return *tasks;
 }
 
-std::size_t environmentNumber(const char* name, std::size_t otherwise) {
+// None where it is not set, or to nothing.
+std::optional<std::size_t> environmentNumber(const char* name) {
   const char* text = std::getenv(name);
-  if (text == nullptr || *text == '\0') return otherwise;
+  if (text == nullptr || *text == '\0') return std::nullopt;
   std::size_t value = 0;
   const char* end = text + std::strlen(text);
   const auto parsed = std::from_chars(text, end, value);
@@ -57,19 +58,17 @@ Settings Settings::fromEnvironment() {
   Settings settings;
   const char* link = std::getenv("TORCH_OFFLOAD_LINK");
   if (link != nullptr && *link != '\0') settings.link = link;
-  settings.seed = environmentNumber("TORCH_OFFLOAD_SEED", settings.seed);
-  const char* ring = std::getenv("TORCH_OFFLOAD_RING_BYTES");
-  if (ring != nullptr && *ring != '\0') settings.ringBytes = environmentNumber("TORCH_OFFLOAD_RING_BYTES", 0);
+  settings.seed = environmentNumber("TORCH_OFFLOAD_SEED").value_or(settings.seed);
+  settings.ringBytes = environmentNumber("TORCH_OFFLOAD_RING_BYTES");
   const char* budget = std::getenv("TORCH_OFFLOAD_BUDGET");
   if (budget != nullptr && *budget != '\0') settings.budget = budget;
-  settings.pinnedLimit = environmentNumber("TORCH_OFFLOAD_PINNED_LIMIT", settings.pinnedLimit);
-  settings.evictAtUnpin = environmentNumber("TORCH_OFFLOAD_EVICT", 0) != 0;
-  settings.prefetch = environmentNumber("TORCH_OFFLOAD_PREFETCH", 1) != 0;
-  settings.poison = environmentNumber("TORCH_OFFLOAD_POISON", 0) != 0;
-  settings.copyDelay = std::chrono::microseconds(environmentNumber("TORCH_OFFLOAD_COPY_DELAY_US", 0));
-  settings.validate = environmentNumber("TORCH_OFFLOAD_VALIDATE", 0) != 0;
-  const char* fault = std::getenv("TORCH_OFFLOAD_FAULT");
-  if (fault != nullptr && *fault != '\0') settings.fault = environmentNumber("TORCH_OFFLOAD_FAULT", 0);
+  settings.pinnedLimit = environmentNumber("TORCH_OFFLOAD_PINNED_LIMIT").value_or(settings.pinnedLimit);
+  settings.evictAtUnpin = environmentNumber("TORCH_OFFLOAD_EVICT").value_or(0) != 0;
+  settings.prefetch = environmentNumber("TORCH_OFFLOAD_PREFETCH").value_or(1) != 0;
+  settings.poison = environmentNumber("TORCH_OFFLOAD_POISON").value_or(0) != 0;
+  settings.copyDelay = std::chrono::microseconds(environmentNumber("TORCH_OFFLOAD_COPY_DELAY_US").value_or(0));
+  settings.validate = environmentNumber("TORCH_OFFLOAD_VALIDATE").value_or(0) != 0;
+  settings.fault = environmentNumber("TORCH_OFFLOAD_FAULT");
   return settings;
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
-from helpers import COMPUTE, CPU, GPU, OFFLOAD, SIM, assert_same, at, data, grads, passes, same, values
+from helpers import COMPUTE, GPU, OFFLOAD, SIM, assert_same, at, data, grads, passes, same, values
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -187,10 +187,10 @@ def test_an_optimizers_step(kind, options):
             step()
         return parameters
 
-    for result, expected in zip(run(OFFLOAD), run(CPU), strict=True):
+    for result, expected in zip(run(OFFLOAD), run(COMPUTE), strict=True):
         assert result.device.type == "offload"
-        if GPU:
-            torch.testing.assert_close(result.cpu(), expected)  # a graph's arithmetic is on the GPU
+        if GPU and kind is torch.optim.AdamW:
+            torch.testing.assert_close(result.cpu(), expected.cpu())  # which rounds differently in a graph
         else:
             assert_same(result, expected)
 

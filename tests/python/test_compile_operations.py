@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
-from helpers import COMPUTE, OFFLOAD, SIM, assert_same, at, data
+from helpers import COMPUTE, GPU, OFFLOAD, SIM, assert_same, at, data
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["value", "differentiable"])
@@ -122,7 +122,8 @@ def test_operations_on_offload_alone(operation, backend):
         assert result.device.type == "offload"
         assert result.stride() == value.stride()
         torch.testing.assert_close(result.detach().cpu(), value.detach().cpu())
-    if expected[0].requires_grad:  # sums of inductor's are in its own order
+    if expected[0].requires_grad:
         results[0].square().sum().backward(), expected[0].square().sum().backward()
         assert weight.grad.device.type == "offload"
-        torch.testing.assert_close(weight.grad.cpu(), plain.grad.cpu(), rtol=1e-5, atol=1e-5)
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if GPU else {}  # sums of inductor's kernels are in their own order
+        torch.testing.assert_close(weight.grad.cpu(), plain.grad.cpu(), **tolerance)
