@@ -14,7 +14,7 @@ import torch
 from entry import Entry
 from helpers import COMPUTE, CPU, assert_same
 from pool import Pool
-from truth import HostDraws, other_seeds, varies
+from truth import Draws, HostDraws, varies
 
 
 @dataclass
@@ -218,16 +218,14 @@ def test_draws_on_the_host_are_the_hosts(name):
     assert_same(actual, expected)
 
 
-def test_other_seeds():
-    def draw():
-        torch.manual_seed(42)  # as an entry of the database does
-        return torch.rand(3)
-
-    with other_seeds(0):
-        assert_same(draw(), draw())
-    with other_seeds(1):
-        other = draw()
-    assert not torch.equal(other, draw())
+def test_draws_are_seen():
+    """Also where the numbers make no difference."""
+    with Draws() as draws:
+        torch.ones(3).cumsum(0)
+    assert not draws.seen
+    with draws:
+        torch.nn.functional.fractional_max_pool2d(torch.ones(1, 4, 4), 2, output_size=2)
+    assert draws.seen
 
 
 def test_what_varies_is_found_out():

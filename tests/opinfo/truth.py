@@ -1,7 +1,6 @@
 """What else may be right on a GPU: the host draws and writes there too, and not every kernel gives the same twice."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,15 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 REPEATS = 8
 
 
-@contextmanager
-def other_seeds(offset: int) -> Iterator[None]:
-    """Within it every seed is another one, also where an entry of the database sets its own."""
-    original = torch.manual_seed
-    torch.manual_seed = lambda seed: original(int(seed) + offset)
-    try:
-        yield
-    finally:
-        torch.manual_seed = original
+class Draws(TorchDispatchMode):
+    """Sees whether anything within it draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class HostDraws(TorchDispatchMode):

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COMPUTE, CPU, GPU, OFFLOAD, assert_same, grads, same, values
+from helpers import COMPUTE, CPU, GPU, OFFLOAD, assert_same, at, grads, same, values
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -430,3 +430,23 @@ def test_cpu_inputs_beside_offload_weights_run_on_the_cpu():
     net = Language().to(OFFLOAD)
     y = net(torch.randint(0, 13, (2, 7)))
     assert y.device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "padding"),
+    [((3, 5), (2, 1)), ((2, 3, 4, 5), (1, 2, 0, 3)), ((3, 4, 5), (0, 0, 1, 1)), ((2, 3, 4, 2, 3), (1, 1, 2, 0, 0, 1))],
+)
+def test_a_replicated_border(shape, padding, dtype):
+    """Where deterministic algorithms are wanted, PyTorch pads CUDA tensors in another way than those of other devices."""
+
+    def run(device):
+        x = at(device, *shape, dtype=dtype)
+        if x.dim() == 4:
+            x = x.to(memory_format=torch.channels_last)
+        x.requires_grad_()
+        y = F.pad(x, padding, mode="replicate")
+        y.backward(at(device, *y.shape, seed=1, dtype=dtype))
+        return y, x.grad, y.stride()
+
+    assert same(run)[0].is_offload
