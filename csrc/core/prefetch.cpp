@@ -145,6 +145,7 @@ Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
     slot->buffer.bytes = own;
     dev.queue.makeRoom(stays ? 0 : own, dev.ring, retired);
     dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
+    if (!stays) dev.schedule.missed(next.extent.bytes());
     dev.queue.expect(slot, ++dev.horizon);
     dev.lent = dev.lent || idle;
     batch.push_back({*this, std::move(slot), nullptr, {}});

@@ -98,6 +98,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   const bool tooLarge = !stays && ringIsSet_ && 2 * bytes > ringBytes_ && !std::exchange(warned_, true);
   if (dev.queue.makeRoom(stays ? 0 : bytes, dev.ring, retired)) pauseLending(dev);
   dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
+  if (!stays) dev.schedule.missed(extent.bytes());
   std::vector<Token> after;
   block.writers.appendTo(after);
   ++block.issuing;

@@ -3,6 +3,7 @@
 #include "core/block.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace offload {
 namespace {
@@ -10,6 +11,7 @@ namespace {
 // What is smaller costs more in calls than in bytes: it stays before anything else does.
 constexpr std::size_t kSmall = std::size_t{1} << 20;
 constexpr std::uint64_t kFetchesToBelieve = 16;
+constexpr std::uint64_t kCyclesUnasked = 2;
 // An order that does not repeat is not worth more memory than this.
 constexpr std::size_t kLongestPass = std::size_t{1} << 16;
 
@@ -27,28 +29,49 @@ bool Schedule::record(Block& block, Extent extent) {
     entry = &entries_[{&block, extent}];
   }
   entry->lastPass = number_;
+  entry->askedAt = missed_;
   current_.order.push_back({&block, extent});
   current_.bytes += extent.bytes();
   return ended;
 }
 
 void Schedule::finishPass() {
+  dropUnasked();
   const bool news =
       std::any_of(current_.order.begin(), current_.order.end(), [this](const Key& key) { return !entries_[key].planned; });
   if (news && current_.bytes >= planned_.bytes) {
-    for (const Key& key : planned_.order) entries_[key].planned = false;
+    for (const Key& key : planned_.order) leavePlan(key);
     planned_ = std::move(current_);
     stale_ = true;
     for (const Key& key : planned_.order) entries_[key].planned = true;
   }
   current_ = {};
+  std::erase_if(entries_, [this](const auto& item) { return !item.second.planned && item.second.leftPlan != number_; });
   ++number_;
-  std::erase_if(entries_, [](const auto& item) { return !item.second.planned; });
+}
+
+void Schedule::dropUnasked() {
+  if (missed_ < lookAt_) return;
+  lookAt_ = missed_ + planned_.bytes;
+  const std::uint64_t patience = kCyclesUnasked * planned_.bytes;
+  std::erase_if(planned_.order, [&](const Key& key) {
+    if (missed_ - entries_[key].askedAt <= patience) return false;
+    leavePlan(key);
+    planned_.bytes -= key.extent.bytes();
+    return true;
+  });
+}
+
+void Schedule::leavePlan(const Key& key) {
+  Entry& entry = entries_[key];
+  entry.leftPlan = number_;
+  entry.planned = entry.stays = false;
+  left_ = stale_ = true;
 }
 
 bool Schedule::plan(std::size_t budget) {
   stale_ = false;
-  bool changed = false;
+  bool changed = std::exchange(left_, false);
   auto choose = [&changed](Entry& entry, bool stays) {
     changed = changed || entry.stays != stays;
     entry.stays = stays;
@@ -83,8 +106,9 @@ bool Schedule::plan(std::size_t budget) {
 
 bool Schedule::keeps(const Block& block, Extent extent, bool room) const {
   const auto found = entries_.find({&block, extent});
-  if (found != entries_.end() && found->second.planned) return found->second.stays;
-  return room && block.born == Born::Host;
+  if (found == entries_.end()) return room && block.born == Born::Host;
+  const Entry& entry = found->second;
+  return entry.planned || entry.leftPlan != 0 ? entry.stays : room && block.born == Born::Host;
 }
 
 void Schedule::forget(const Block& block) noexcept {

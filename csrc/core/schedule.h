@@ -5,9 +5,14 @@
 // least recently used one is just the one that comes next. Spread evenly over the order, the set also leaves the link some work
 // between any two stretches of compute. So a *pass*, fetches until one repeats, is recorded; at its end every extent is told
 // whether it stays, small ones first. Forward and backward are two passes of opposite order; the longer one makes the
-// plan, and keeps it while no extent is new. An
-// extent that no plan knows yet stays if there is room, which fills an empty budget within the first pass. What was born on the
-// device is mostly an activation, used a few times and gone: it counts after sixteen fetches only.
+// plan, and keeps it while no extent is new. An extent that no plan knows yet stays if there is room, which fills an empty budget
+// within the first pass. What was born on the device is mostly an activation, used a few times and gone: it counts after sixteen
+// fetches only.
+//
+// A model that is not used any more, a text encoder beside the denoiser that runs fifty steps after it, would keep its share for as
+// long as it lives. Passes can't tell: a recurrent layer makes many of them within a step. Bytes can: within one cycle no more are
+// copied for want of room than the plan has, so an extent that was not asked for while twice as many were leaves the plan. What has
+// room for all of it loses nothing.
 #pragma once
 
 #include "core/extent.h"
@@ -27,6 +32,11 @@ class Schedule {
  public:
   /// Notes that an extent is fetched; true when that has ended a pass, and plan() is due.
   bool record(Block& block, Extent extent);
+
+  /// Notes that bytes are copied which there was no room to keep.
+  void missed(std::size_t bytes) noexcept {
+    missed_ += bytes;
+  }
 
   /// Chooses what stays within `budget` bytes; true if that is another choice than before.
   bool plan(std::size_t budget);
@@ -62,6 +72,8 @@ class Schedule {
   };
   struct Entry {
     std::uint64_t lastPass = 0;
+    std::uint64_t askedAt = 0; // `missed_` then
+    std::uint64_t leftPlan = 0; // at the end of which pass; known until the next one ends, as its copies are to be let go
     bool planned = false;
     bool stays = false;
   };
@@ -71,10 +83,15 @@ class Schedule {
   };
 
   void finishPass();
+  void dropUnasked();
+  void leavePlan(const Key& key);
 
   Forecast forecast_;
   std::unordered_map<Key, Entry, KeyHash> entries_;
   std::uint64_t number_ = 1;
+  std::uint64_t missed_ = 0;
+  std::uint64_t lookAt_ = 0; // at what of `missed_` something may be due to leave the plan
+  bool left_ = false; // something has, and nobody was told
   Pass current_;
   Pass planned_;
   bool stale_ = false;

@@ -1,5 +1,6 @@
 // What stays on the device within a budget, what is newer there than on the host, and how both give way.
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -41,9 +42,13 @@ class Budget : public ::testing::Test {
   }
   /// Fetches every layer in order, checks its bytes, and returns how many bytes the link carried for that.
   std::size_t pass(bool backward = false) {
+    return passThrough(0, layers_.size(), backward);
+  }
+  /// The same with some of the layers.
+  std::size_t passThrough(std::size_t first, std::size_t count, bool backward = false) {
     const std::size_t before = rig_->cache.transferStats(0).bytesToDevice;
-    for (std::size_t k = 0; k < layers_.size(); ++k) {
-      const std::size_t i = backward ? layers_.size() - 1 - k : k;
+    for (std::size_t k = 0; k < count; ++k) {
+      const std::size_t i = first + (backward ? count - 1 - k : k);
       const Pin pin = rig_->cache.fetch(*layers_[i], {0, kBytes}, {});
       const auto* const end = static_cast<const std::byte*>(pin.data()) + kBytes - 4096;
       const auto seen = rig_->readOnDevice({}, end, 4096);
@@ -97,6 +102,29 @@ TEST_F(Budget, OfForwardAndBackwardTheTurningPointsAreSavedToo) {
     EXPECT_EQ(pass(), 2 * kBytes);
     EXPECT_EQ(pass(true), 2 * kBytes);
   }
+}
+
+TEST_F(Budget, AModelThatIsNotUsedAnyMoreGivesItsShareBack) {
+  make(4 * kBytes, 12);
+  pass();
+  for (int step = 0; step < 8; ++step) passThrough(4, 8);
+  for (int step = 0; step < 3; ++step) EXPECT_EQ(passThrough(4, 8), 4 * kBytes) << step;
+  EXPECT_GE(pass(), 4 * kBytes);
+  for (int step = 0; step < 3; ++step) pass();
+  for (int step = 0; step < 3; ++step) EXPECT_EQ(pass(), 8 * kBytes) << "as one of twelve " << step;
+}
+
+TEST_F(Budget, AModelThatWasUsedInBetweenGivesItsRoomBack) {
+  make(4 * kBytes, 12);
+  for (int step = 0; step < 3; ++step) passThrough(0, 8);
+  rig_->cache.emptyCache(0);
+  for (int step = 0; step < 2; ++step) passThrough(8, 4);
+  const auto stays = [](const Rig::BlockPtr& layer) {
+    return !layer->slots.empty() && layer->slots[0]->share == Share::Staying;
+  };
+  EXPECT_TRUE(std::any_of(layers_.begin() + 8, layers_.end(), stays)) << "there was room";
+  for (int step = 0; step < 6; ++step) passThrough(0, 8);
+  for (int step = 0; step < 3; ++step) EXPECT_EQ(passThrough(0, 8), 4 * kBytes) << step;
 }
 
 TEST_F(Budget, AHostWriteIsSeenAndCostsOneFetch) {

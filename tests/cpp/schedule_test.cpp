@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <deque>
 
 #include "core/block.h"
@@ -22,13 +23,15 @@ class ScheduleTest : public ::testing::Test {
     for (std::size_t k = 0; k < count; ++k) made.push_back(&newBlock(bytes));
     return made;
   }
-  /// Fetches each; how many passes ended on the way.
+  /// Fetches each, with a copy where it does not stay; how many passes ended on the way.
   int fetch(const std::vector<Block*>& order) {
     int ended = 0;
     for (Block* block : order) {
-      if (!schedule.record(*block, {0, block->bytes})) continue;
-      schedule.plan(budget);
-      ++ended;
+      if (schedule.record(*block, {0, block->bytes})) {
+        schedule.plan(budget);
+        ++ended;
+      }
+      if (!stays(*block)) schedule.missed(block->bytes);
     }
     return ended;
   }
@@ -172,6 +175,60 @@ TEST_F(ScheduleTest, ASmallerModelTakesOverFromOneThatIsGone) {
   EXPECT_EQ(stay(small), (std::vector<bool>{true, false}));
 }
 
+TEST_F(ScheduleTest, AModelThatIsNotUsedAnyMoreLeavesThePlan) {
+  budget = 16 * kMiB;
+  const auto encoder = newBlocks(4, 4 * kMiB);
+  const auto denoiser = newBlocks(8, 4 * kMiB);
+  const auto kept = [this](const std::vector<Block*>& layers) {
+    return std::count_if(layers.begin(), layers.end(), [this](const Block* layer) { return stays(*layer); });
+  };
+  const auto letGo = [this](const Block* layer) { return !stays(*layer, true); };
+  for (int image = 0; image < 3; ++image) {
+    fetch(encoder);
+    fetch(denoiser);
+    fetch({denoiser[0]});
+    EXPECT_EQ(kept(encoder) + kept(denoiser), 4) << image;
+    EXPECT_GE(kept(encoder), 1) << "it has been used just now " << image;
+    int steps = 0;
+    while (kept(denoiser) < 4 && steps < 20) ++steps, fetch(denoiser);
+    EXPECT_GE(steps, 2) << image;
+    EXPECT_LE(steps, 8) << image;
+    EXPECT_TRUE(std::all_of(encoder.begin(), encoder.end(), letGo)) << image;
+    fetch(denoiser);
+    EXPECT_TRUE(std::none_of(encoder.begin(), encoder.end(), letGo)) << "it is as good as new " << image;
+  }
+}
+
+TEST_F(ScheduleTest, ALoopWithinAStepIsNoReasonToDropTheRest) {
+  budget = 16 * kMiB;
+  const auto layers = newBlocks(6, 4 * kMiB);
+  const auto cell = newBlocks(2, 4 * kMiB);
+  for (int step = 0; step < 4; ++step) {
+    fetch({layers[0], layers[1], layers[2]});
+    for (int word = 0; word < 100; ++word) {
+      for (Block* block : cell) {
+        if (schedule.record(*block, {0, block->bytes})) schedule.plan(budget); // a hit, be it of the ring
+      }
+    }
+    fetch({layers[3], layers[4], layers[5]});
+    if (step == 0) continue;
+    const auto kept = stay(layers);
+    EXPECT_GE(std::count(kept.begin(), kept.end(), true), 2) << step;
+  }
+}
+
+TEST_F(ScheduleTest, WhatALongerPassReplacesIsLetGo) {
+  budget = 16 * kMiB;
+  const auto small = newBlocks(4, 4 * kMiB);
+  const auto large = newBlocks(8, 4 * kMiB);
+  for (int step = 0; step < 2; ++step) fetch(small);
+  EXPECT_EQ(stay(small), (std::vector<bool>{true, true, true, true}));
+  fetch({small[0]}); // ends the pass of the small ones, which the large ones would else be part of
+  fetch(large);
+  fetch({large[0]});
+  for (std::size_t k = 1; k < 4; ++k) EXPECT_FALSE(stays(*small[k], true)) << k;
+}
+
 TEST_F(ScheduleTest, AnOrderWithoutAnEndIsForgottenInTime) {
   budget = kMiB;
   Block& table = newBlock(std::size_t{1} << 40);
@@ -183,7 +240,7 @@ TEST_F(ScheduleTest, AnOrderWithoutAnEndIsForgottenInTime) {
     }
   }
   EXPECT_EQ(ended, 3);
-  EXPECT_LE(schedule.entryCount(), std::size_t{2} << 16);
+  EXPECT_LE(schedule.entryCount(), std::size_t{3} << 16); // of the plan, the one before it and the pass that has begun
 }
 
 } // namespace
