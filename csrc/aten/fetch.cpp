@@ -5,6 +5,7 @@
 #include "core/error.h"
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -237,7 +238,12 @@ void refillFetched(const at::Tensor& fetched, const at::Tensor& offload) {
   auto& storage = *fetched.storage().unsafeGetStorageImpl();
   if (!compat::isReleased(storage)) return;
   const c10::Device target = fetched.is_cuda() ? fetched.device() : pairedDevice(0);
-  compat::giveMemory(storage, fetchBytes(offload, existingExtentOf(offload).aligned(), target));
+  if (fetched.scalar_type() == offload.scalar_type()) {
+    return compat::giveMemory(storage, fetchBytes(offload, existingExtentOf(offload).aligned(), target));
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const at::Tensor cast = fetchTo(offload, target).to(fetched.scalar_type());
+  compat::giveMemory(storage, cast.storage().unsafeGetStorageImpl()->set_data_ptr({nullptr, cast.device()}));
 }
 
 } // namespace offload

@@ -10,12 +10,14 @@
 #include "aten/host_kernel.h"
 #include "aten/op_traits.h"
 #include "aten/refusals.h"
+#include "autograd/lowered.h"
 #include "autograd/nodes.h"
 #include "autograd/operation_watch.h"
 #include "autograd/release_refill.h"
 #include "compat/quiet_registration.h"
 #include "compat/registration.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -93,7 +95,10 @@ at::Tensor fetchInStorage(const at::Tensor& tensor, c10::Device target) {
       .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
 
-void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack) {
+// `lower` is the dtype that autocast would cast to.
+void callFetched(
+    const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack,
+    std::optional<at::ScalarType> lower = {}) {
   const bool cached = isCached(placement.compute);
   const bool hiddenWrites = traits.writesHidden(stack);
   ReleaseRefill watch;
@@ -103,13 +108,14 @@ void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Pl
     if (!isOffload(tensor)) return tensor.is_cuda() && !placement.compute.is_cuda() ? tensor.cpu() : at::Tensor();
     if (traits.countsFromStorage && !argument.written && tensor.has_storage() && !tracing())
       return fetchInStorage(tensor, placement.compute);
-    auto value = fetch(tensor, placement.compute);
+    const bool lowered = lower && !argument.written && needsLowering(tensor, *lower);
+    auto value = lowered ? fetchLowered(tensor, placement.compute, *lower) : fetch(tensor, placement.compute);
     if (argument.written || (argument.hidden && hiddenWrites)) {
       writes.push_back({tensor, value.clone(), argument});
       return writes.back().work;
     }
     if (cached && !value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);
-    fetched.emplace_back(tensor, value);
+    if (!lowered) fetched.emplace_back(tensor, value);
     return value;
   });
   useArgumentsOf(placement.compute.type(), traits, stack);
@@ -135,11 +141,13 @@ void callFetched(const c10::OperatorHandle& op, const OpTraits& traits, const Pl
   });
 }
 
-void runFetched(const c10::OperatorHandle& op, const OpTraits& traits, Placement placement, Stack& stack) {
-  if (!placement.toOffload || !placement.compute.is_cuda()) return callFetched(op, traits, placement, stack);
+void runFetched(
+    const c10::OperatorHandle& op, const OpTraits& traits, Placement placement, Stack& stack,
+    std::optional<at::ScalarType> lower = {}) {
+  if (!placement.toOffload || !placement.compute.is_cuda()) return callFetched(op, traits, placement, stack, lower);
   const Stack arguments(stack.end() - static_cast<std::ptrdiff_t>(traits.arguments.size()), stack.end());
   try {
-    return callFetched(op, traits, placement, stack);
+    return callFetched(op, traits, placement, stack, lower);
   } catch (const c10::NotImplementedError&) {
     // The paired device has no kernel for it (integer matmul, say).
     countFallback(op, arguments);
@@ -233,19 +241,26 @@ class AutogradKernel final : public c10::OperatorKernel {
 class AutocastKernel final : public c10::OperatorKernel {
  public:
   AutocastKernel(const c10::OperatorHandle& op, DispatchKey key)
-      : traits_(op), below_(op.getComputedKernelForDispatchKey(key)) {}
+      : traits_(op),
+        below_(op.getComputedKernelForDispatchKey(key)),
+        lowered_(isLowered(op)),
+        device_(key == DispatchKey::AutocastCUDA ? c10::kCUDA : c10::kCPU) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Operands operands = traits_.operands(*stack);
     if (!operands.offload || (operands.wrapped && !tracing()) || traits_.effect == Effect::InPlace) {
       return below_.callBoxed(op, keys, stack);
     }
-    runFetched(op, traits_, placeAboveAutograd(operands, traits_.effect), *stack);
+    std::optional<at::ScalarType> lower;
+    if (lowered_ && !tracing()) lower = at::autocast::get_autocast_dtype(device_);
+    runFetched(op, traits_, placeAboveAutograd(operands, traits_.effect), *stack, lower);
   }
 
  private:
   const OpTraits traits_;
   const c10::SafeKernelFunction below_;
+  const bool lowered_;
+  const c10::DeviceType device_;
 };
 
 class BackendKernel final : public c10::OperatorKernel {

@@ -65,12 +65,12 @@ struct Release final : torch::autograd::FunctionPostHook {
   std::shared_ptr<Emptied> emptied;
 };
 
-// What only looks at sizes: these save no tensor, and a refill would be for nothing.
+// What only looks at sizes and dtypes: these save no tensor, and a refill would be for nothing.
 bool savesTensors(const Node& node) {
   static const std::unordered_set<std::string> shapesOnly{
       "TBackward0",      "TransposeBackward0", "ViewBackward0",      "UnsafeViewBackward0", "ReshapeAliasBackward0",
       "ExpandBackward0", "PermuteBackward0",   "UnsqueezeBackward0", "SqueezeBackward1",    "SelectBackward0",
-      "SliceBackward0",  "SplitBackward0",     "AsStridedBackward0"};
+      "SliceBackward0",  "SplitBackward0",     "AsStridedBackward0", "ToCopyBackward0"};
   return !shapesOnly.contains(node.name());
 }
 

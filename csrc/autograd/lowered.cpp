@@ -1,0 +1,104 @@
+#include "autograd/lowered.h"
+
+#include "aten/fetch.h"
+#include "aten/tensors.h"
+#include "autograd/nodes.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace offload {
+namespace {
+
+using torch::autograd::Node;
+
+#define OFFLOAD_NAME_(op, ...) "aten::" #op,
+const std::unordered_set<std::string_view> kLowered{AT_FORALL_LOWER_PRECISION_FP(OFFLOAD_NAME_)};
+#undef OFFLOAD_NAME_
+
+// A tensor that is another one in every region: the cast that autocast itself keeps of a parameter of ours. Where the cache is off
+// it is another one each time.
+at::Tensor currentRegion() {
+  const c10::impl::ExcludeDispatchKeyGuard modes(c10::python_ks);
+  const c10::impl::ExcludeDispatchKeyGuard autocast(c10::autocast_dispatch_keyset);
+  static auto* const parameter = new at::Tensor(at::zeros({}).requires_grad_());
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(at::kCPU), *parameter, at::kCPU);
+}
+
+// The nodes of the casts of a region. Weak, as a node keeps its parameter alive: a graph that is gone needs no common node.
+class Casts {
+ public:
+  std::shared_ptr<Node> find(const at::Tensor& parameter, c10::Device target, at::ScalarType dtype) {
+    const at::Tensor region = currentRegion();
+    std::lock_guard lock(mutex_);
+    if (!region_.is_same(region)) nodes_.clear();
+    region_ = region;
+    const auto found = nodes_.find(parameter.unsafeGetTensorImpl());
+    if (found == nodes_.end() || found->second.target != target || found->second.dtype != dtype) return nullptr;
+    auto node = found->second.node.lock();
+    // The address may be another parameter's by now.
+    const bool same = node && node->next_edge(0).function->next_edge(0) == torch::autograd::impl::gradient_edge(parameter);
+    return same ? node : nullptr;
+  }
+
+  void add(const at::Tensor& parameter, c10::Device target, const at::Tensor& cast) {
+    std::lock_guard lock(mutex_);
+    nodes_[parameter.unsafeGetTensorImpl()] = {cast.grad_fn(), target, cast.scalar_type()};
+  }
+
+ private:
+  struct Cast {
+    std::weak_ptr<Node> node;
+    c10::Device target = c10::kCPU;
+    at::ScalarType dtype = at::kFloat;
+  };
+  std::mutex mutex_;
+  at::Tensor region_;
+  std::unordered_map<const c10::TensorImpl*, Cast> nodes_;
+};
+
+Casts& casts() {
+  static auto* instance = new Casts();
+  return *instance;
+}
+
+// Of which PyTorch keeps the cast.
+bool isKept(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kFloat && tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view() &&
+      at::autocast::is_autocast_cache_enabled() && at::GradMode::is_enabled() && !tensor._fw_grad(0).defined();
+}
+
+} // namespace
+
+bool isLowered(const c10::OperatorHandle& op) {
+  return kLowered.contains(op.schema().name());
+}
+
+bool needsLowering(const at::Tensor& operand, at::ScalarType dtype) {
+  return operand.is_floating_point() && operand.scalar_type() != at::kDouble && operand.scalar_type() != dtype;
+}
+
+at::Tensor fetchLowered(const at::Tensor& offload, c10::Device target, at::ScalarType dtype) {
+  const bool kept = isKept(offload);
+  const auto node = kept ? casts().find(offload, target, dtype) : nullptr;
+  at::Tensor cast;
+  {
+    const at::AutoGradMode mode(at::GradMode::is_enabled() && !node);
+    cast = fetch(offload, target).to(dtype);
+  }
+  // What is emptied for a while must tell when its source has changed.
+  if (isCached(target)) shareVersionCounter(offload, cast);
+  if (node) torch::autograd::impl::set_gradient_edge(cast, {node, 0});
+  if (kept && !node) casts().add(offload, target, cast);
+  return cast;
+}
+
+} // namespace offload
