@@ -34,7 +34,7 @@ def target_of(values: Sequence[Any]) -> torch.device | None:
         if not isinstance(value, torch.Tensor):
             continue
         if value.device.type == "offload":
-            offload = value
+            offload = value if offload is None else offload
         elif value.dim() > 0 and value.numel() > 0:  # checkpointing passes an empty one for its requires_grad alone
             devices.setdefault(value.device.type, value.device)
     if offload is None:

@@ -13,6 +13,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 
 namespace offload {
 namespace {
@@ -38,6 +39,24 @@ std::optional<std::size_t> environmentNumber(const char* name) {
   return value;
 }
 
+int environmentDevices(const char* name) {
+  const std::size_t count = environmentNumber(name).value_or(1);
+  constexpr std::size_t most = std::numeric_limits<c10::DeviceIndex>::max(); // that an index can name
+  TORCH_CHECK(count >= 1 && count <= most, "offload: ", name, "=", count, " is not a number of devices from 1 to ", most, ".");
+  return static_cast<int>(count);
+}
+
+// Those that the simulated link plays, or will from first use on; 0 where the link is another.
+int simulatedDevices() noexcept {
+  if (const Context* now = Context::ifCreated()) return now->backend() == Backend::Sim ? now->link()->deviceCount() : 0;
+  try {
+    const Settings settings = Settings::fromEnvironment();
+    return settings.link == "sim" ? settings.simDevices : 0;
+  } catch (const c10::Error&) {
+    return 0; // first use will tell
+  }
+}
+
 // A machine may be small: the ring takes a sixteenth of the device and no more than what hides a link's latency well.
 std::size_t defaultRingBytes(Backend backend) {
   constexpr std::size_t most = std::size_t{512} << 20;
@@ -59,6 +78,7 @@ Settings Settings::fromEnvironment() {
   const char* link = std::getenv("TORCH_OFFLOAD_LINK");
   if (link != nullptr && *link != '\0') settings.link = link;
   settings.seed = environmentNumber("TORCH_OFFLOAD_SEED").value_or(settings.seed);
+  settings.simDevices = environmentDevices("TORCH_OFFLOAD_SIM_DEVICES");
   settings.ringBytes = environmentNumber("TORCH_OFFLOAD_RING_BYTES");
   const char* budget = std::getenv("TORCH_OFFLOAD_BUDGET");
   if (budget != nullptr && *budget != '\0') settings.budget = budget;
@@ -108,7 +128,7 @@ Context::Context(const Settings& settings) {
   if (name == "sim") {
     SimOptions options;
     options.seed = settings.seed;
-    options.devices = 1;
+    options.devices = settings.simDevices;
     options.deviceBytes = deviceBytes_ = std::size_t{8} << 30;
     options.foreignDeviceMemory = true;
     options.wantsRegistration = settings.pinnedLimit != SIZE_MAX; // so that a limit has something to limit
@@ -169,7 +189,7 @@ Context::Context(const Settings& settings) {
 
 Stream Context::currentStream(c10::DeviceIndex index) const {
   if (backend_ == Backend::Cuda) return cuda::currentStream(index);
-  return {0, nullptr};
+  return {index, nullptr};
 }
 
 c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose) {
@@ -268,6 +288,7 @@ void Context::drain(bool close) const {
 }
 
 c10::DeviceIndex deviceCount() noexcept {
+  if (const int simulated = simulatedDevices(); simulated > 0) return static_cast<c10::DeviceIndex>(simulated);
   return std::max<c10::DeviceIndex>(1, cuda::deviceCount());
 }
 

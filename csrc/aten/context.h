@@ -30,6 +30,7 @@ enum class Backend {
 struct Settings {
   std::string link = "auto"; // "auto", "cuda", "sim" or "none"
   std::uint64_t seed = 0; // of the simulation
+  int simDevices = 1; // that it plays
   std::optional<std::size_t> ringBytes; // none: chosen from the device's memory
   std::string budget = "auto"; // as budgetOf() reads it
   std::size_t pinnedLimit = SIZE_MAX;
@@ -40,7 +41,8 @@ struct Settings {
   bool validate = false;
   std::optional<std::uint64_t> fault; // the call of the Link that fails; 0 none, but one may be chosen later
 
-  /// From TORCH_OFFLOAD_LINK, _SEED, _RING_BYTES, _BUDGET, _PINNED_LIMIT, _EVICT, _PREFETCH, _POISON, _COPY_DELAY_US, _VALIDATE and _FAULT.
+  /// From TORCH_OFFLOAD_LINK, _SEED, _SIM_DEVICES, _RING_BYTES, _BUDGET, _PINNED_LIMIT, _EVICT, _PREFETCH, _POISON, _COPY_DELAY_US,
+  /// _VALIDATE and _FAULT.
   static Settings fromEnvironment();
 };
 
@@ -140,7 +142,8 @@ class Context {
   HostAccounts accounts_;
 };
 
-/// The number of devices `offload:i`: one for each CUDA device, at least one. Does not touch the GPU.
+/// The number of devices `offload:i`: one for each CUDA device, at least one; on the simulated link as many as that plays. Does
+/// not touch the GPU.
 c10::DeviceIndex deviceCount() noexcept;
 
 /// The Block behind an offload storage; an error for a storage of any other device.

@@ -94,11 +94,11 @@ bool coversItsStorage(const at::Tensor& value) {
   return value.storage().nbytes() > 0 && extentOf(value) == Extent{0, value.storage().nbytes()};
 }
 
-// The newest value of a Block is what its device has just written here.
-void adoptBytes(Block& block, const at::Tensor& value) {
+// The newest value of a Block is what the device `computed` has just written here.
+void adoptBytes(Block& block, const at::Tensor& value, c10::Device computed) {
   Context& context = Context::get();
   const auto& storage = value.storage();
-  const Stream stream = context.currentStream(value.is_cuda() ? value.device().index() : 0);
+  const Stream stream = context.currentStream(value.is_cuda() ? value.device().index() : computed.index());
   DeviceBuffer buffer{const_cast<void*>(storage.data()), storage.nbytes(), stream, keep(storage)};
   context.residency().adopt(block, std::move(buffer), stream);
 }
@@ -114,7 +114,7 @@ c10::Device pairedDevice(c10::DeviceIndex index) {
     case Backend::Cuda:
       return {c10::kCUDA, index};
     case Backend::Sim:
-      return {c10::kCPU, 0};
+      return {c10::kCPU, index};
     default:
       return {c10::kCPU};
   }
@@ -172,7 +172,7 @@ at::Tensor stashResult(
     data = context.newBlock(storage.nbytes(), home.index(), Born::Device, purpose);
     auto& block = *static_cast<Block*>(data.get_context());
     block.gradientOf = gradientOf;
-    adoptBytes(block, value);
+    adoptBytes(block, value, computed);
   } else {
     data = context.foreignBlock(const_cast<void*>(storage.data()), storage.nbytes(), home.index(), keep(storage), purpose);
   }
@@ -182,7 +182,7 @@ at::Tensor stashResult(
   return result;
 }
 
-bool replaceValue(const at::Tensor& offload, const at::Tensor& value) {
+bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Device computed) {
   const bool same = offload.scalar_type() == value.scalar_type() && offload.sizes() == value.sizes() &&
       offload.strides() == value.strides() && offload.is_conj() == value.is_conj() && offload.is_neg() == value.is_neg();
   if (!same || !coversItsStorage(offload) || !coversItsStorage(value) || isFetched(value) ||
@@ -191,7 +191,7 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value) {
   }
   Block& block = blockOf(offload.storage());
   if (block.born != Born::Device) return false;
-  adoptBytes(block, value);
+  adoptBytes(block, value, computed);
   return true;
 }
 
@@ -219,8 +219,8 @@ void bringHome(const at::Tensor& fetched) {
   const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
   if (data.get_deleter() != &deleteFetched) return;
   const Context& context = Context::get();
-  const Stream producer = context.currentStream(fetched.is_cuda() ? fetched.device().index() : 0);
-  context.residency().bringHome(static_cast<FetchedMemory*>(data.get_context())->pin, producer);
+  const Pin& pin = static_cast<FetchedMemory*>(data.get_context())->pin;
+  context.residency().bringHome(pin, context.currentStream(static_cast<c10::DeviceIndex>(pin.device())));
 }
 
 void releaseFetched(const at::Tensor& fetched) {
@@ -234,10 +234,9 @@ void releaseFetched(const at::Tensor& fetched) {
       "torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), which keeps it.");
 }
 
-void refillFetched(const at::Tensor& fetched, const at::Tensor& offload) {
+void refillFetched(const at::Tensor& fetched, const at::Tensor& offload, c10::Device target) {
   auto& storage = *fetched.storage().unsafeGetStorageImpl();
   if (!compat::isReleased(storage)) return;
-  const c10::Device target = fetched.is_cuda() ? fetched.device() : pairedDevice(0);
   if (fetched.scalar_type() == offload.scalar_type()) {
     return compat::giveMemory(storage, fetchBytes(offload, existingExtentOf(offload).aligned(), target));
   }

@@ -6,8 +6,9 @@
 namespace offload {
 
 /// Note [Targets of a fetch]
-/// `cuda:i` and, on the simulated link, `cpu:0` name compute devices: the bytes come through the cache. `cpu` without an index
-/// names the host itself: the result is an alias of the host bytes, which holds a HostLease that reads.
+/// `cuda:i` and, on the simulated link, `cpu:i` name compute devices: the bytes come through the cache. `cpu` without an index
+/// names the host itself: the result is an alias of the host bytes, which holds a HostLease that reads. The index of `cpu:i` is the
+/// cache's alone; a tensor that was fetched there is on `cpu`.
 at::Tensor fetchTo(const at::Tensor& offload, c10::Device target);
 
 /// From here on a user is told of bytes that travel, or of work that is done on the host, without need.
@@ -31,7 +32,7 @@ at::Tensor stashResult(
     const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf = nullptr);
 
 /// Makes such a result the value of an offload tensor that is all of its storage; false where it isn't, and nothing happened.
-bool replaceValue(const at::Tensor& offload, const at::Tensor& value);
+bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Device computed);
 
 /// Whether a tensor's memory is that of a Slot or of a Block: then others read it too.
 bool isFetched(const at::Tensor& tensor);
@@ -47,8 +48,9 @@ void bringHome(const at::Tensor& fetched);
 /// Has `record_stream` ask for that; to be called once, at first use.
 void interceptRecordStream();
 
-/// Drops the memory of a fetched tensor, and fetches it once more, its newest bytes then. See Note [Release and refill].
+/// Drops the memory of a fetched tensor, and fetches it once more, its newest bytes then, to where it was. See Note [Release and
+/// refill].
 void releaseFetched(const at::Tensor& fetched);
-void refillFetched(const at::Tensor& fetched, const at::Tensor& offload);
+void refillFetched(const at::Tensor& fetched, const at::Tensor& offload, c10::Device target);
 
 } // namespace offload

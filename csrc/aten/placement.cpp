@@ -57,8 +57,8 @@ Placement place(const Operands& operands, Effect effect) {
   if (operands.plainTarget && operands.plainTarget->is_cuda()) return {*operands.plainTarget, false, home};
   if (operands.cpu || operands.plainTarget) {
     const Context& context = Context::get();
-    // On the simulated link CPU tensors play CUDA's part.
-    return {context.backend() == Backend::Sim ? pairedDevice(0) : c10::Device(c10::kCPU), false, home};
+    // On the simulated link CPU tensors play CUDA's part, on whichever of its devices the first offload tensor is paired with.
+    return {context.backend() == Backend::Sim ? pairedDevice(operands.index) : c10::Device(c10::kCPU), false, home};
   }
   if (operands.cudaScalar && !operands.offloadDims) return {*operands.cudaScalar, false, home};
   const bool onDevice = !HostScope::active() && !operands.hostGenerator &&

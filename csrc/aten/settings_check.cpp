@@ -25,7 +25,7 @@ struct Known {
 constexpr std::string_view kPrefix = "TORCH_OFFLOAD_";
 // Of the test suite itself.
 constexpr std::string_view kTestPrefix = "TORCH_OFFLOAD_TEST_";
-constexpr std::array<Known, 12> kKnown{{
+constexpr std::array<Known, 13> kKnown{{
     {"TORCH_OFFLOAD_ACCELERATOR", Needs::Nothing},
     {"TORCH_OFFLOAD_BUDGET", Needs::Cache},
     {"TORCH_OFFLOAD_COPY_DELAY_US", Needs::Cache},
@@ -37,6 +37,7 @@ constexpr std::array<Known, 12> kKnown{{
     {"TORCH_OFFLOAD_PREFETCH", Needs::Cache},
     {"TORCH_OFFLOAD_RING_BYTES", Needs::Cache},
     {"TORCH_OFFLOAD_SEED", Needs::Simulation},
+    {"TORCH_OFFLOAD_SIM_DEVICES", Needs::Simulation},
     {"TORCH_OFFLOAD_VALIDATE", Needs::Nothing},
 }};
 
@@ -91,8 +92,7 @@ void checkEnvironment(Backend backend) {
   if (!ofSimulation.empty()) {
     TORCH_WARN(
         "offload: ", ofSimulation,
-        " in the environment does nothing here, since it chooses the schedule of the simulated link; set "
-        "TORCH_OFFLOAD_LINK=sim with it.");
+        " in the environment does nothing here, since it is about the simulated link; set TORCH_OFFLOAD_LINK=sim with it.");
   }
 }
 

@@ -73,7 +73,7 @@ void copyBack(const Written& written, c10::Device computed) {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   if (written.argument.hidden) below.emplace();
   if (written.argument.out && written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
-  const bool replaced = !recordsGraph() && !tracing() && replaceValue(written.source, written.work);
+  const bool replaced = !recordsGraph() && !tracing() && replaceValue(written.source, written.work, computed);
   if (!replaced && !rewrite(written.source, written.work, computed)) {
     const_cast<at::Tensor&>(written.source).copy_(written.work);
   }
@@ -101,7 +101,7 @@ void callFetched(
     std::optional<at::ScalarType> lower = {}) {
   const bool cached = isCached(placement.compute);
   const bool hiddenWrites = traits.writesHidden(stack);
-  ReleaseRefill watch;
+  ReleaseRefill watch(placement.compute);
   std::vector<Written> writes;
   std::vector<std::pair<at::Tensor, at::Tensor>> fetched;
   replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& argument) -> at::Tensor {

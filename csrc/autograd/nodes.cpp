@@ -193,7 +193,7 @@ at::Tensor givePlain(const at::Tensor& self, c10::Device home) {
   TORCH_CHECK(home.type() == kOffload, "offload: a result is given to an offload device, and not to ", home, ".");
   if (!self.is_non_overlapping_and_dense()) return stashPlain(self, home); // with the strides of a copy, as was traced
   const bool simulated = Context::get().backend() == Backend::Sim;
-  return stashResult(self, home, simulated ? pairedDevice(0) : self.device(), purposeOfResult());
+  return stashResult(self, home, simulated ? pairedDevice(withIndex(home).index()) : self.device(), purposeOfResult());
 }
 
 void writePlain(const at::Tensor& self, const at::Tensor& value) {

@@ -23,7 +23,8 @@ using torch::autograd::variable_list;
 // The fetched tensors of one call, emptied and refilled together; threads may run the call's nodes at once.
 class Emptied {
  public:
-  explicit Emptied(std::vector<std::pair<at::Tensor, at::Tensor>> fetched) : fetched_(std::move(fetched)) {}
+  Emptied(std::vector<std::pair<at::Tensor, at::Tensor>> fetched, c10::Device target)
+      : fetched_(std::move(fetched)), target_(target) {}
 
   void empty() {
     for (const auto& [source, fetched] : fetched_) releaseFetched(fetched);
@@ -32,7 +33,7 @@ class Emptied {
   void acquire() {
     std::lock_guard lock(mutex_);
     // Also where another node uses them, or failed to: what could not be fetched then is missing still.
-    for (const auto& [source, fetched] : fetched_) refillFetched(fetched, source);
+    for (const auto& [source, fetched] : fetched_) refillFetched(fetched, source, target_);
     ++users_;
   }
 
@@ -45,6 +46,7 @@ class Emptied {
   std::mutex mutex_;
   int users_ = 0;
   const std::vector<std::pair<at::Tensor, at::Tensor>> fetched_;
+  const c10::Device target_;
 };
 
 struct Refill final : torch::autograd::FunctionPreHook {
@@ -98,7 +100,7 @@ std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64
 
 } // namespace
 
-ReleaseRefill::ReleaseRefill() : firstNode_(at::sequence_number::peek()) {}
+ReleaseRefill::ReleaseRefill(c10::Device target) : target_(target), firstNode_(at::sequence_number::peek()) {}
 
 void ReleaseRefill::add(const at::Tensor& source, const at::Tensor& fetched) {
   if (!recordsGraph()) return;
@@ -120,7 +122,7 @@ void ReleaseRefill::finish(const std::vector<at::Tensor>& results) {
   if (mine.empty()) return;
   const auto nodes = nodesMade(results, firstNode_);
   if (nodes.empty()) return;
-  auto emptied = std::make_shared<Emptied>(std::move(mine));
+  auto emptied = std::make_shared<Emptied>(std::move(mine), target_);
   for (Node* node : nodes) {
     node->add_pre_hook(std::make_unique<Refill>(emptied));
     node->add_post_hook(std::make_unique<Release>(emptied));

@@ -19,12 +19,14 @@ namespace offload {
 /// (checkpointing, save_on_cpu), everything while tracing, and, in a backward that records a graph, what that graph still needs.
 class ReleaseRefill {
  public:
-  ReleaseRefill();
+  /// For what is fetched to this target.
+  explicit ReleaseRefill(c10::Device target);
   void add(const at::Tensor& source, const at::Tensor& fetched);
   /// After the operation, with all of its results.
   void finish(const std::vector<at::Tensor>& results);
 
  private:
+  const c10::Device target_;
   const std::uint64_t firstNode_;
   std::vector<std::pair<at::Tensor, at::Tensor>> fetched_;
 };

@@ -20,6 +20,10 @@ class Pin {
   void* data() const noexcept {
     return data_;
   }
+  /// Of a Pin that holds a Slot.
+  int device() const noexcept {
+    return slot_->device;
+  }
   /// Names one more stream whose work, enqueued until the Pin goes, may use the memory.
   void alsoUsedOn(Stream stream);
   explicit operator bool() const noexcept {

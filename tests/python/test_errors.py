@@ -170,6 +170,10 @@ def no_budget(value):
     )
 
 
+def no_devices(value):
+    return f"offload: TORCH_OFFLOAD_SIM_DEVICES={value} is not a number of devices from 1 to 127."
+
+
 LINK = 'offload: TORCH_OFFLOAD_LINK="nonsense" names no link; choose auto, cuda, sim or none.'
 
 
@@ -180,6 +184,9 @@ LINK = 'offload: TORCH_OFFLOAD_LINK="nonsense" names no link; choose auto, cuda,
         ("TORCH_OFFLOAD_LINK", "", "no error"),  # as if it were not set
         ("TORCH_OFFLOAD_BUDGET", "half", no_budget("half")),
         ("TORCH_OFFLOAD_BUDGET", "140%", no_budget("140%")),
+        ("TORCH_OFFLOAD_SIM_DEVICES", "0", no_devices("0")),
+        ("TORCH_OFFLOAD_SIM_DEVICES", "128", no_devices("128")),
+        ("TORCH_OFFLOAD_SIM_DEVICES", "127", "no error"),
         *(
             (name, value, not_whole(name, value))
             for name, value in (
@@ -187,6 +194,7 @@ LINK = 'offload: TORCH_OFFLOAD_LINK="nonsense" names no link; choose auto, cuda,
                 ("TORCH_OFFLOAD_RING_BYTES", "-5"),
                 ("TORCH_OFFLOAD_RING_BYTES", "1e9"),
                 ("TORCH_OFFLOAD_SEED", "x"),
+                ("TORCH_OFFLOAD_SIM_DEVICES", "two"),
                 ("TORCH_OFFLOAD_PINNED_LIMIT", "512MB"),
                 ("TORCH_OFFLOAD_COPY_DELAY_US", "9" * 23),
             )

@@ -72,14 +72,31 @@ def test_a_share_where_there_is_no_cache():
     assert torch_offload.get_budget() == 0
 
 
+@pytest.mark.parametrize("name", ["TORCH_OFFLOAD_SEED", "TORCH_OFFLOAD_SIM_DEVICES"])
 @pytest.mark.parametrize(("link", "said"), [("sim", False), ("none", True), ("auto", True)])
-def test_a_seed_is_for_the_simulation(link, said):
-    sentences = told(TORCH_OFFLOAD_LINK=link, TORCH_OFFLOAD_SEED="3")
+def test_settings_of_the_simulation(name, link, said):
+    sentences = told(
+        **{"TORCH_OFFLOAD_SEED": "", "TORCH_OFFLOAD_SIM_DEVICES": "", name: "3", "TORCH_OFFLOAD_LINK": link}
+    )
     assert len(sentences) == said
     for sentence in sentences:
-        assert "TORCH_OFFLOAD_SEED" in sentence
+        assert name in sentence
         assert "does nothing here" in sentence
         assert "TORCH_OFFLOAD_LINK=sim" in sentence
+
+
+@pytest.mark.parametrize(("link", "setting", "devices"), [("sim", "3", 3), ("sim", "", 1), ("none", "3", 1)])
+def test_simulated_devices(link, setting, devices):
+    """The count is told before first use too, and is the same after it."""
+    program = """
+        import torch, torch_offload
+        print(torch.offload.device_count(), torch_offload._C.in_use())
+        last = torch.offload.device_count() - 1
+        print(torch.ones(4, 4, device=f"offload:{last}").sum().item(), torch.offload.device_count())
+        torch.offload.set_device(last)
+    """
+    said = passes(program, TORCH_OFFLOAD_LINK=link, TORCH_OFFLOAD_SIM_DEVICES=setting, CUDA_VISIBLE_DEVICES="")
+    assert said.split() == [str(devices), "False", "16.0", str(devices)]
 
 
 def test_an_automatic_budget_needs_no_word():
