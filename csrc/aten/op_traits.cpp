@@ -1,5 +1,7 @@
 #include "aten/op_traits.h"
 
+#include "aten/tensors.h"
+
 #include <algorithm>
 #include <array>
 #include <string_view>
@@ -272,9 +274,11 @@ bool OpTraits::writesHidden(const torch::jit::Stack& stack) const {
 
 bool OpTraits::leavesDevice(const torch::jit::Stack& stack) const {
   const auto values = torch::jit::last(stack, arguments.size());
+  const c10::Device here = values[0].toTensor().device();
   for (std::size_t k = 0; k < arguments.size(); ++k) {
-    if (arguments[k].kind == ArgumentKind::Device && values[k].isDevice() && values[k].toDevice().type() != kOffload)
-      return true;
+    if (arguments[k].kind != ArgumentKind::Device || !values[k].isDevice()) continue;
+    const c10::Device to = values[k].toDevice();
+    if (to.type() != kOffload || withIndex(to) != here) return true;
   }
   return false;
 }

@@ -34,7 +34,7 @@ struct OpTraits {
 
   Operands operands(const torch::jit::Stack& stack) const;
   bool writesHidden(const torch::jit::Stack& stack) const;
-  /// Whether a Device argument names another device than offload: then this is a copy between devices.
+  /// Of one that converts devices: whether its Device argument names another than its operand's. Then it is a copy between them.
   bool leavesDevice(const torch::jit::Stack& stack) const;
 };
 

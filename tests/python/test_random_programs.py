@@ -13,6 +13,7 @@ from helpers import COMPUTE, CPU, OFFLOAD, SIM, assert_same
 import torch_offload
 
 N = 6
+HOMES = [torch.device("offload", index) for index in range(torch.offload.device_count())]
 
 
 class Program:
@@ -41,7 +42,7 @@ class Program:
 
     def make(self) -> None:
         plain = self.fresh()
-        self.add(plain.to(OFFLOAD), plain.to(COMPUTE))
+        self.add(plain.to(self.draw.choice(HOMES)), plain.to(COMPUTE))
 
     def compute(self) -> None:
         (a, p), (b, q) = self.pick(), self.pick()
@@ -134,7 +135,14 @@ class Program:
         if self.held:
             y, z = self.draw.choice(self.held)
             if y.device == COMPUTE:
-                self.add(y.to(OFFLOAD), z.clone())
+                self.add(y.to(self.draw.choice(HOMES)), z.clone())
+
+    def to_another(self) -> None:
+        a, p = self.pick()
+        home = self.draw.choice(HOMES)
+        moved = a.to(home, copy=True)
+        assert moved.device == home
+        self.add(moved, p.clone())
 
     def hold(self, mine: torch.Tensor, twin: torch.Tensor) -> None:
         self.held.append((mine, twin))
@@ -172,7 +180,7 @@ class Program:
 
     ALL = (
         *(make, compute, compute, move, move, view, view, write, write, write, write_from_plain, add_plain),
-        *(mixed, mixed, fetch, fetch, to_cpu, back, item, host, empty, drop, check),
+        *(mixed, mixed, fetch, fetch, to_cpu, back, to_another, item, host, empty, drop, check),
     )
 
     def run(self, count: int) -> None:

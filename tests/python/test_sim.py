@@ -90,6 +90,18 @@ RUNS = {
         {**VALIDATE, "TORCH_OFFLOAD_SEED": "4", "TORCH_OFFLOAD_RING_BYTES": "4096", "TORCH_OFFLOAD_BUDGET": "2048"},
     ),
     "a third order": (ORDER, {"TORCH_OFFLOAD_SEED": "5", "TORCH_OFFLOAD_EVICT": "1", "TORCH_OFFLOAD_BUDGET": "512"}),
+    "two devices": (
+        ["test_two_devices.py", "test_random_programs.py"],
+        {**VALIDATE, "TORCH_OFFLOAD_SEED": "12", "TORCH_OFFLOAD_SIM_DEVICES": "2", "TORCH_OFFLOAD_POISON": "1"},
+    ),
+    "three devices, late copies": (
+        ["test_two_devices.py", "test_random_programs.py"],
+        {"TORCH_OFFLOAD_SEED": "13", "TORCH_OFFLOAD_SIM_DEVICES": "3", "TORCH_OFFLOAD_COPY_DELAY_US": "100"},
+    ),
+    "two devices, memory that is not pinned": (
+        ["test_two_devices.py", "test_random_programs.py"],
+        {"TORCH_OFFLOAD_SEED": "14", "TORCH_OFFLOAD_SIM_DEVICES": "2", "TORCH_OFFLOAD_PINNED_LIMIT": "0", **VALIDATE},
+    ),
     "nothing ahead": (ORDER, {**VALIDATE, "TORCH_OFFLOAD_SEED": "11", "TORCH_OFFLOAD_PREFETCH": "0"}),
     "a fourth order": (ORDER, {"TORCH_OFFLOAD_SEED": "6", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_BUDGET": "0"}),
     "a seed from outside": (ORDER, {"TORCH_OFFLOAD_SEED": os.environ.get("TORCH_OFFLOAD_SEED", "7")}),
