@@ -22,6 +22,11 @@ inline bool isOrdered(Kind kind, std::uint64_t seed) {
   return kind == Kind::Ordered || kind == Kind::Batches || (kind == Kind::Shared && seed % 4 >= 2);
 }
 
+/// Where an order that repeats takes place: all on one device, each Block on one of them, or forward on one and back on the next.
+inline std::size_t deviceOfTurn(std::uint64_t seed, std::size_t block, bool forward) {
+  return seed % 3 == 0 ? 0 : seed % 3 == 1 ? block : static_cast<std::size_t>(!forward);
+}
+
 /// None, some, or what is free.
 inline void giveBudget(CoreOptions& options, std::uint64_t seed) {
   SimRandom random(seed * 3 + 1);

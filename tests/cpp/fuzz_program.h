@@ -17,7 +17,8 @@ namespace offload::core_test {
 class Program {
  public:
   Program(std::uint64_t seed, Kind kind)
-      : random_(seed),
+      : seed_(seed),
+        random_(seed),
         ordered_(isOrdered(kind, seed)),
         shared_(kind == Kind::Shared),
         faulty_(kind == Kind::Failing || ((ordered_ || shared_) && seed % 2 == 1)),
@@ -267,12 +268,12 @@ class Program {
     const std::size_t count = models_.size();
     turn_ += random_.oneIn(batches_ ? 64 : 16) ? 2 : 1;
     const std::size_t at = turn_ % (2 * count);
-    Model& from = models_[at < count ? at : 2 * count - 1 - at];
+    const std::size_t block = std::min(at, 2 * count - 1 - at);
+    const std::size_t device = deviceOfTurn(seed_, block, at < count) % static_cast<std::size_t>(rig_.sim.deviceCount());
+    Model& from = models_[block];
     const std::size_t before = pins_.size();
-    fetch(from, {0, from.bytes.size()}, streams_[1]);
-    if (pins_.size() > before && !random_.oneIn(4)) {
-      drop(std::prev(pins_.end()));
-    }
+    fetch(from, {0, from.bytes.size()}, streams_[3 * device + 1]);
+    if (pins_.size() > before && !random_.oneIn(4)) drop(std::prev(pins_.end()));
   }
 
   void fetch(Model& from, Range part, Stream on) {
@@ -304,9 +305,7 @@ class Program {
   }
 
   void read(std::vector<Held>::iterator held) {
-    if (held == pins_.end()) {
-      return;
-    }
+    if (held == pins_.end()) return;
     const void* const data = held->pin.data();
     auto body = [this, data, expected = held->expected] {
       const auto& bytes = *expected;
@@ -481,6 +480,7 @@ class Program {
     validate();
   }
 
+  const std::uint64_t seed_;
   SimRandom random_;
   const bool ordered_;
   const bool shared_;

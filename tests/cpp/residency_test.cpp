@@ -298,27 +298,6 @@ TEST(Residency, ManyHitsKeepFewTokens) {
   EXPECT_LE(block->readers.all().size(), 2U);
 }
 
-TEST(Residency, DevicesHaveSlotsOfTheirOwn) {
-  CoreOptions options;
-  options.sim.devices = 2;
-  onEverySeed(
-      [](Rig& rig, Stream stream) {
-        const Stream other = rig.sim.createStream(1);
-        const Bytes value = pattern(1, 1000);
-        const auto block = rig.newBlock(value);
-        const Pin here = rig.cache.fetch(*block, {0, 1000}, stream);
-        const Pin there = rig.cache.fetch(*block, {0, 1000}, other);
-        EXPECT_EQ(rig.sim.bytesInUse(1), 1024U);
-        EXPECT_EQ(rig.cache.stats(1).fetches, 1U);
-        EXPECT_EQ(rig.cache.stats(1).hits, 0U);
-        const auto seen = rig.readOnDevice(other, there.data(), 1000);
-        rig.write(*block, pattern(2, 1000)); // waits for both copies
-        rig.sim.drain();
-        EXPECT_EQ(*seen, value);
-      },
-      options);
-}
-
 TEST(Residency, ADeviceThatIsFullGivesUpWhatNothingPins) {
   CoreOptions options;
   options.sim.deviceBytes = 2048;
