@@ -27,15 +27,15 @@ std::vector<std::function<void()>>& firstUseTasks() {
 }
 
 // None where it is not set, or to nothing.
-std::optional<std::size_t> environmentNumber(const char* name) {
+std::optional<std::size_t> environmentNumber(const char* name, std::size_t most = SIZE_MAX) {
   const char* text = std::getenv(name);
   if (text == nullptr || *text == '\0') return std::nullopt;
   std::size_t value = 0;
   const char* end = text + std::strlen(text);
   const auto parsed = std::from_chars(text, end, value);
   TORCH_CHECK(
-      parsed.ec == std::errc() && parsed.ptr == end, "offload: ", name, "=\"", text, "\" is not a whole number from 0 to ",
-      SIZE_MAX, "; give bytes or a count in digits.");
+      parsed.ec == std::errc() && parsed.ptr == end && value <= most, "offload: ", name, "=\"", text,
+      "\" is not a whole number from 0 to ", most, "; give bytes or a count in digits.");
   return value;
 }
 
@@ -86,7 +86,8 @@ Settings Settings::fromEnvironment() {
   settings.evictAtUnpin = environmentNumber("TORCH_OFFLOAD_EVICT").value_or(0) != 0;
   settings.prefetch = environmentNumber("TORCH_OFFLOAD_PREFETCH").value_or(1) != 0;
   settings.poison = environmentNumber("TORCH_OFFLOAD_POISON").value_or(0) != 0;
-  settings.copyDelay = std::chrono::microseconds(environmentNumber("TORCH_OFFLOAD_COPY_DELAY_US").value_or(0));
+  // More than a second for each copy would look like a program that hangs.
+  settings.copyDelay = std::chrono::microseconds(environmentNumber("TORCH_OFFLOAD_COPY_DELAY_US", 1'000'000).value_or(0));
   settings.validate = environmentNumber("TORCH_OFFLOAD_VALIDATE").value_or(0) != 0;
   settings.fault = environmentNumber("TORCH_OFFLOAD_FAULT");
   return settings;
@@ -195,6 +196,9 @@ Stream Context::currentStream(c10::DeviceIndex index) const {
 c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose) {
   const c10::Device device(kOffload, index);
   if (bytes == 0) return {nullptr, device};
+  TORCH_CHECK(
+      bytes <= PTRDIFF_MAX, "offload: a storage of ", static_cast<std::ptrdiff_t>(bytes),
+      " bytes was asked for; give 0 or more.");
   HostRange range;
   try {
     range = arena_->allocate(bytes);

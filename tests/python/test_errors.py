@@ -159,8 +159,8 @@ def test_freed_storage(use):
     says(RuntimeError, sentence, lambda: use(weight))
 
 
-def not_whole(name, value):
-    return f'offload: {name}="{value}" is not a whole number from 0 to {2**64 - 1}; give bytes or a count in digits.'
+def not_whole(name, value, most=2**64 - 1):
+    return f'offload: {name}="{value}" is not a whole number from 0 to {most}; give bytes or a count in digits.'
 
 
 def no_budget(value):
@@ -196,9 +196,14 @@ LINK = 'offload: TORCH_OFFLOAD_LINK="nonsense" names no link; choose auto, cuda,
                 ("TORCH_OFFLOAD_SEED", "x"),
                 ("TORCH_OFFLOAD_SIM_DEVICES", "two"),
                 ("TORCH_OFFLOAD_PINNED_LIMIT", "512MB"),
-                ("TORCH_OFFLOAD_COPY_DELAY_US", "9" * 23),
+                ("TORCH_OFFLOAD_SEED", "9" * 23),
             )
         ),
+        *(
+            ("TORCH_OFFLOAD_COPY_DELAY_US", value, not_whole("TORCH_OFFLOAD_COPY_DELAY_US", value, most=1000000))
+            for value in ("1000001", "9" * 23)
+        ),
+        ("TORCH_OFFLOAD_COPY_DELAY_US", "1000000", "no error"),
     ],
 )
 def test_bad_settings(name, value, sentence):
@@ -283,6 +288,62 @@ def test_fetch_to_a_device_that_does_not_compute():
     with pytest.raises(RuntimeError, match="stashed on an offload device, and not on cpu"):
         torch.ops.offload.stash(torch.ones(3), CPU)
     assert_same(w, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("resize", "sentence"),
+    [
+        (lambda t: t.resize_(-1), "Trying to create tensor with negative dimension -1: [-1]"),
+        (lambda t: t.resize_(2, -3), "Trying to create tensor with negative dimension -3: [2, -3]"),
+        (lambda t: t.resize_(2, 2**62), f"Storage size calculation overflowed with sizes=[2, {2**62}]"),
+        (
+            lambda t: t.untyped_storage().resize_(-1),
+            "offload: a storage of -1 bytes was asked for; give 0 or more.",
+        ),
+        (
+            lambda t: torch.UntypedStorage(-8, device=OFFLOAD),
+            "offload: a storage of -8 bytes was asked for; give 0 or more.",
+        ),
+        (
+            lambda t: t.set_(t.untyped_storage(), 0, (2, 2), (1,)),
+            "offload: set_ was given 2 sizes and 1 strides; give as many of one as of the other, or no strides.",
+        ),
+        (
+            lambda t: t.set_(t.untyped_storage(), 0, (-2,), (1,)),
+            "Trying to create tensor with negative dimension -2: [-2]",
+        ),
+        (
+            lambda t: t.set_(t.untyped_storage(), -1, (2,), (1,)),
+            "offload: set_ was given the storage offset -1; it must be 0 or more.",
+        ),
+        (
+            lambda t: t.set_(t.untyped_storage(), 0, (2,), (-1,)),
+            "offload: set_ was given the strides [-1]; each must be 0 or more.",
+        ),
+    ],
+)
+def test_sizes_that_can_not_be_change_nothing(resize, sentence):
+    tensor = torch.arange(4.0, device=OFFLOAD)
+    with pytest.raises(RuntimeError) as caught:
+        resize(tensor)
+    assert str(caught.value).splitlines()[0] == sentence
+    assert tensor.untyped_storage().nbytes() == 16
+    assert_same(tensor, torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.as_strided((-1,), (1,)),
+        lambda t: t.as_strided((2,), (-1,)),
+        lambda t: t.as_strided((2,), (1,), -3),
+        lambda t: t.as_strided((2, 2), (1,)),
+        lambda t: t.as_strided((200, 2), (1, 1)),
+        lambda t: t.as_strided_((2,), (1,), -3),
+    ],
+)
+def test_a_view_that_can_not_be(view):
+    raises_as_on(CPU, lambda device: view(torch.arange(12.0, device=device)))
 
 
 def test_a_slice_of_a_storage():

@@ -44,6 +44,9 @@ void growStorage(c10::TensorImpl& impl) {
 
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   auto& impl = *self.unsafeGetTensorImpl();
+  // Both throw before anything has changed.
+  at::detail::check_size_nonnegative(sizes);
+  at::detail::computeStorageNbytesContiguous(sizes, impl.itemsize(), impl.storage_offset());
   impl.set_sizes_contiguous(sizes);
   if (format && *format != at::MemoryFormat::Preserve) impl.empty_tensor_restride(*format);
   growStorage(impl);
@@ -57,9 +60,11 @@ at::Tensor& setStorageOffset(
       " for a tensor on ", self.device(), "; both must be on the same device.");
   TORCH_CHECK(offset >= 0, "offload: set_ was given the storage offset ", offset, "; it must be 0 or more.");
   at::detail::check_size_nonnegative(sizes);
-  const bool strided = strides.size() == sizes.size() && !(sizes.size() == 1 && strides.data() == nullptr);
-  const c10::DimVector contiguous = strided ? c10::DimVector() : c10::contiguous_strides(sizes);
-  if (!strided) strides = contiguous;
+  const c10::DimVector contiguous = strides.empty() ? c10::contiguous_strides(sizes) : c10::DimVector();
+  if (strides.empty()) strides = contiguous;
+  TORCH_CHECK(
+      strides.size() == sizes.size(), "offload: set_ was given ", sizes.size(), " sizes and ", strides.size(),
+      " strides; give as many of one as of the other, or no strides.");
   for (const auto stride : strides) {
     TORCH_CHECK(stride >= 0, "offload: set_ was given the strides ", strides, "; each must be 0 or more.");
   }
