@@ -10,7 +10,7 @@ cxx_files = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
 # Keeps the source tree, which holds no built module, from hiding the installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help bootstrap build demo test opinfo zoo core-test sanitize fuzz exits gpu-check format lint clean
+.PHONY: help bootstrap build demo test no-cuda opinfo zoo core-test sanitize fuzz exits gpu-check format lint clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -29,6 +29,14 @@ demo: build ## Train two small networks on offload, and compare with the plain d
 
 test: core-test build ## Run all tests, C++ and Python
 	$(venv)/bin/pytest
+
+no_cuda := build/no-cuda-$(TORCH)
+no-cuda: bootstrap ## Build the package without CUDA, and run a few tests with it
+	cmake -S . -B $(no_cuda) -G Ninja --log-level=WARNING -DOFFLOAD_TORCH=ON -DOFFLOAD_CUDA=OFF \
+	  -DOFFLOAD_WERROR=$(OFFLOAD_WERROR) -DPython_EXECUTABLE=$(abspath $(venv))/bin/python
+	cmake --build $(no_cuda) --target _C --parallel $(or $(MAX_JOBS),$(shell nproc))
+	cp -r torch_offload/*.py torch_offload/*/ $(no_cuda)/torch_offload
+	CUDA_VISIBLE_DEVICES= TORCH_OFFLOAD_LINK=sim PYTHONPATH=$(abspath $(no_cuda)) $(venv)/bin/pytest tests/python/test_linear.py
 
 opinfo: build ## Compare all samples of PyTorch's op database with the plain device; record what was found
 	$(venv)/bin/pytest tests/opinfo --whole --record build/opinfo/torch-$(TORCH).json
