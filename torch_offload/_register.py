@@ -1,6 +1,7 @@
 """Makes ``offload`` a device of PyTorch's: its name, its module, its operations, and what surrounds them."""
 
 import atexit
+import sys
 from types import ModuleType
 
 import torch
@@ -38,6 +39,8 @@ def register(extension: ModuleType) -> None:
     extension.register_device()  # refuses, or begins
     torch.utils.rename_privateuse1_backend("offload")
     torch._register_device_module("offload", device)
+    for name in ("memory", "random"):  # for `import torch.offload.memory`
+        sys.modules[f"torch.offload.{name}"] = getattr(device, name)
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     extension.intercept_operations()
     _guest.leave_defaults_alone()

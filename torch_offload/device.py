@@ -8,21 +8,10 @@ from typing import Any
 
 import torch
 
-from torch_offload import _C, _random, _summary, memory
+from torch_offload import _C, memory, random
 from torch_offload._index import Device as _Device
 from torch_offload._index import current_device, device, device_count, device_of, set_device
 from torch_offload._index import index_of as _index
-from torch_offload._random import (
-    get_rng_state,
-    get_rng_state_all,
-    initial_seed,
-    manual_seed,
-    manual_seed_all,
-    seed,
-    seed_all,
-    set_rng_state,
-    set_rng_state_all,
-)
 from torch_offload._streams import (
     Event,
     Stream,
@@ -33,6 +22,31 @@ from torch_offload._streams import (
     set_stream,
     stream,
 )
+from torch_offload.memory import (
+    empty_cache,
+    max_memory_allocated,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_reserved,
+    memory_snapshot,
+    memory_stats,
+    memory_stats_as_nested_dict,
+    memory_summary,
+    reset_accumulated_memory_stats,
+    reset_peak_memory_stats,
+)
+from torch_offload.random import (
+    get_rng_state,
+    get_rng_state_all,
+    initial_seed,
+    manual_seed,
+    manual_seed_all,
+    seed,
+    seed_all,
+    set_rng_state,
+    set_rng_state_all,
+)
 
 _initialized = True
 default_generators: tuple[torch.Generator, ...]  # the CPU's default one for each device, as __getattr__ makes them
@@ -40,7 +54,7 @@ default_generators: tuple[torch.Generator, ...]  # the CPU's default one for eac
 
 def __getattr__(name: str) -> Any:
     if name == "default_generators":  # to count the devices is not for the import
-        return _random.default_generators()
+        return random.default_generators()
     if name == "Scheduling":  # inductor's question to a backend, which then registers with more than it is asked for
         from torch_offload.compile import inductor
 
@@ -99,40 +113,6 @@ def synchronize(device: _Device = None) -> None:
     _C.drain()
 
 
-def empty_cache() -> None:
-    """Gives up what nothing uses: the GPU memory of cached copies, and host memory.
-
-    On the GPU that is all but the copies that fetched tensors hold at the moment, what has been copied ahead included. Results
-    that the host does not have yet go home first. PyTorch's own unused GPU memory goes back to the driver with it, as at
-    ``torch.cuda.empty_cache()``. On the host it is memory that no tensor uses, and the rings that pageable memory is copied
-    through. Whatever is needed again is made again; no result depends on it.
-    """
-    _C.empty_cache()
-
-
-def memory_stats(device: _Device = None) -> dict[str, Any]:
-    """Counters since the process began; peaks since :func:`reset_peak_memory_stats`.
-
-    Returns:
-        A value that goes up and down has ``.current`` and ``.peak``, and most have the sums of all that has come,
-        ``.allocated``, and gone, ``.freed``. ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held
-        from the system (``reserved``), that this process has mapped beside them and may have in common with others
-        (``shared``), that are page-locked (``pinned``), that copies of pageable memory and of files go through (``ring``,
-        page-locked, too, and in none of the others), and bytes of tensors that are read from files (``file``), which take no
-        memory until they are written.
-        ``host.*_bytes`` and ``host.*_count`` are bytes and numbers of storages by purpose, and add up to
-        ``host.allocated_bytes`` and ``host.allocated_count``: ``parameter`` (what a module holds, or a leaf that requires
-        gradients), ``gradient``, ``optimizer`` (its state, from the end of the step that made it on), ``activation``
-        (results of operations) and ``temporary`` (everything else). A storage counts in ``.allocated`` as what it turned out to
-        be, so these add up, too. ``device.*``: bytes of the cache on the GPU.
-        ``cache.*``: fetches, hits and evictions, copies made ahead of a fetch (``prefetches``) and those of them that nobody
-        asked for (``prefetches_wasted``). ``link.*``: bytes and copies in each direction. ``host_waits.*``: how often threads
-        waited for copies and for files, and for how many seconds. ``host_fallbacks``: how often an operation on offload
-        tensors alone had no CUDA kernel and ran on the host, by its name.
-    """
-    return _C.statistics(_index(device))
-
-
 def stats(device: _Device = None) -> dict[str, Any]:
     """What moved and what waited since the process began: :func:`memory_stats` without the memory. Subtract two of them.
 
@@ -152,55 +132,6 @@ def stats(device: _Device = None) -> dict[str, Any]:
         "host_wait_seconds": everything["host_waits.seconds"],
         "host_fallbacks": everything["host_fallbacks"],
     }
-
-
-def reset_peak_memory_stats(device: _Device = None) -> None:
-    """Makes every peak the current value."""
-    _C.reset_peaks(_index(device))
-
-
-def memory_allocated(device: _Device = None) -> int:
-    """Bytes of host memory that offload tensors hold."""
-    return memory_stats(device)["host.allocated_bytes.current"]
-
-
-def max_memory_allocated(device: _Device = None) -> int:
-    """The peak of :func:`memory_allocated`."""
-    return memory_stats(device)["host.allocated_bytes.peak"]
-
-
-def memory_reserved(device: _Device = None) -> int:
-    """Bytes of host memory held from the system, in use and cached."""
-    return memory_stats(device)["host.reserved_bytes.current"]
-
-
-def max_memory_reserved(device: _Device = None) -> int:
-    """The peak of :func:`memory_reserved`."""
-    return memory_stats(device)["host.reserved_bytes.peak"]
-
-
-def mem_get_info(device: _Device = None) -> tuple[int, int]:
-    """Host memory that offload tensors may still take, and all that there is, in bytes; all devices share it.
-
-    Both are what the machine says, or the container where that has less. As with ``torch.cuda``, what is cached (reserved and
-    not allocated) is not free: :func:`empty_cache` gives it back. Memory of pageable tensors counts as free until somebody
-    writes to it. ``torch.cuda.mem_get_info`` tells the GPU's.
-
-    Returns:
-        The free bytes, and the total.
-    """
-    _index(device)
-    return _C.host_memory()
-
-
-def memory_snapshot() -> list[dict[str, Any]]:
-    """The segments of host memory and their blocks: those of ``torch.offload.memory._snapshot()``."""
-    return memory._snapshot()["segments"]
-
-
-def memory_summary(device: _Device = None, abbreviated: bool = False) -> str:
-    """:func:`memory_stats` as a table for people, like that of ``torch.cuda``; ``abbreviated`` leaves the parts of sums out."""
-    return _summary.table(memory_stats(device), _index(device), get_budget(device), get_ring_bytes(), abbreviated)
 
 
 def get_ring_bytes() -> int:
@@ -293,7 +224,10 @@ __all__ = [
     "memory_reserved",
     "memory_snapshot",
     "memory_stats",
+    "memory_stats_as_nested_dict",
     "memory_summary",
+    "random",
+    "reset_accumulated_memory_stats",
     "reset_peak_memory_stats",
     "seed",
     "seed_all",

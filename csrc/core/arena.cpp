@@ -197,6 +197,11 @@ void Arena::resetPeaks() {
   stats_.reservedPeak = ranges_.reserved();
 }
 
+void Arena::resetEver() {
+  const Lock lock(mutex_);
+  stats_.reservedEver = ranges_.reserved();
+}
+
 void Arena::validate() const {
   const Lock lock(mutex_);
   auto require = [](bool holds, const char* what) {

@@ -94,6 +94,7 @@ class Arena {
 
   ArenaStats stats() const;
   void resetPeaks();
+  void resetEver();
   /// By address. A range that another thread is just taking back may still count as allocated.
   std::vector<ArenaSegment> snapshot() const;
   /// Checks every invariant; throws Error with what is broken.

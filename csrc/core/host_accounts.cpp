@@ -68,11 +68,21 @@ std::vector<BlockEvent> HostAccounts::history() const {
 }
 
 void HostAccounts::resetPeaks() {
-  const std::lock_guard lock(mutex_);
-  auto reset = [](AccountStats& account) {
+  each([](AccountStats& account) {
     account.bytesPeak = account.bytes;
     account.countPeak = account.count;
-  };
+  });
+}
+
+void HostAccounts::resetEver() {
+  each([](AccountStats& account) {
+    account.bytesEver = account.bytes;
+    account.countEver = account.count;
+  });
+}
+
+void HostAccounts::each(void (*reset)(AccountStats&)) {
+  const std::lock_guard lock(mutex_);
   reset(stats_.all);
   reset(stats_.files);
   for (AccountStats& account : stats_.purposes) reset(account);

@@ -12,7 +12,7 @@ struct AccountStats {
   std::size_t bytesPeak = 0;
   std::size_t count = 0; // of Blocks
   std::size_t countPeak = 0;
-  /// Of all that there has been. What is gone is the difference to what there is.
+  /// Of all that there has been since resetEver(). What is gone is the difference to what there is.
   std::size_t bytesEver = 0;
   std::size_t countEver = 0;
 };
@@ -40,6 +40,8 @@ class HostAccounts {
   AccountsStats stats() const;
   /// Makes every peak the current value.
   void resetPeaks();
+  /// What there is now is all that there has been.
+  void resetEver();
 
   /// Keeps the last `most` events from now on, or, with 0, ends that; see BlockHistory.
   void recordHistory(std::size_t most);
@@ -47,6 +49,7 @@ class HostAccounts {
 
  private:
   AccountStats& of(const Block& block);
+  void each(void (*reset)(AccountStats&));
 
   mutable std::mutex mutex_;
   AccountsStats stats_;

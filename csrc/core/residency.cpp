@@ -468,6 +468,12 @@ void Residency::resetPeaks(int index) {
   stats.slotBytesPeak = stats.slotBytes;
 }
 
+void Residency::resetEver(int index) {
+  Lock lock(mutex_);
+  auto& stats = device(index).queue.stats;
+  stats.slotBytesEver = stats.slotBytes;
+}
+
 void Residency::trimRings() {
   for (auto& dev : devices_) dev->transfer.trimRings();
 }

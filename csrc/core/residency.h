@@ -139,6 +139,7 @@ class Residency {
   std::size_t budget(int device);
   ResidencyStats stats(int device) const;
   void resetPeaks(int device);
+  void resetEver(int device);
   TransferStats transferStats(int device) const;
   /// Checks every invariant, of all Slots and their Blocks, or of one Block; throws Error with what is broken.
   void validate() const;

@@ -51,7 +51,7 @@ int checkedIndex(int index) {
   return index;
 }
 
-// Bytes and counts since the process began, or its peaks since they were reset.
+// Bytes and counts since the process began; its peaks, and what has come and gone, since those were reset.
 py::dict statistics(int index) {
   py::dict result;
   const Context* now = Context::ifCreated();
@@ -110,6 +110,14 @@ void resetPeaks(int index) {
   now->accounts().resetPeaks();
   now->arena().resetPeaks();
   if (now->hasCache()) now->residency().resetPeaks(checkedIndex(index));
+}
+
+void resetEver(int index) {
+  Context* now = Context::ifCreated();
+  if (now == nullptr) return;
+  now->accounts().resetEver();
+  now->arena().resetEver();
+  if (now->hasCache()) now->residency().resetEver(checkedIndex(index));
 }
 
 void emptyCache() {
@@ -197,6 +205,7 @@ PYBIND11_MODULE(_C, m) {
       .def_static("active", &HostScope::active);
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
+  m.def("reset_ever", &resetEver, py::arg("index") = 0);
   m.def("empty_cache", &emptyCache, py::call_guard<py::gil_scoped_release>());
   m.def("budget", [](int index) {
     if (!context().hasCache()) return std::size_t{0};

@@ -94,6 +94,21 @@ TEST_F(Accounts, WhatThereHasBeenCountsAsWhatItCameToBe) {
   expectSum();
 }
 
+TEST_F(Accounts, WhatThereHasBeenBeginsAnewWithWhatThereIs) {
+  const auto weight = open(100);
+  const auto input = open(20);
+  accounts.close(*input);
+  accounts.resetEver();
+  EXPECT_EQ(accounts.stats().all.bytesEver, 100U);
+  EXPECT_EQ(accounts.stats().all.countEver, 1U);
+  EXPECT_EQ(accounts.stats().all.bytesPeak, 120U);
+  expectSum();
+  accounts.claim(*weight, Purpose::Parameter); // of before
+  EXPECT_EQ(of(Purpose::Temporary).bytesEver, 0U);
+  EXPECT_EQ(of(Purpose::Parameter).bytesEver, 100U);
+  expectSum();
+}
+
 TEST_F(Accounts, APurposeOnlyRises) {
   const auto block = open(8);
   for (const Purpose purpose : {Purpose::Gradient, Purpose::Activation, Purpose::Optimizer, Purpose::Temporary}) {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import COMPUTE, GPU, HOST, OFFLOAD, assert_same, passes
+from helpers import CACHED, COMPUTE, GPU, HOST, OFFLOAD, assert_same, passes
 
 import torch_offload
 from torch_offload import _summary
@@ -71,12 +71,15 @@ def test_device_module():
     assert torch.offload.current_stream().device.type == "offload"
 
 
-def test_every_public_name_is_there_and_says_what_it_is():
-    for name in torch.offload.__all__:
-        value = getattr(torch.offload, name)
-        assert name == "default_generators" or value.__doc__
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = torch.offload.nothing
+def test_nested_memory_statistics():
+    flat, nested = torch.offload.memory_stats(), torch.offload.memory_stats_as_nested_dict("offload:0")
+    for name, value in flat.items():
+        found = nested
+        for part in name.split("."):
+            found = found[part]
+        assert type(found) is type(value), name
+    assert nested["host"]["allocated_bytes"].keys() == {"current", "peak", "allocated", "freed"}
+    assert nested["host"]["allocated_bytes"]["current"] == torch.offload.memory_allocated()
 
 
 def test_capabilities_are_those_of_the_device_that_computes():
@@ -159,6 +162,29 @@ def test_memory_statistics():
     assert torch.offload.max_memory_reserved() >= torch.offload.max_memory_allocated()
     torch.offload.reset_peak_memory_stats()
     assert torch.offload.max_memory_allocated() == torch.offload.memory_allocated()
+
+
+def test_accumulated_statistics_begin_anew():
+    gc.collect()
+    held, gone = torch.ones(1 << 18, device=OFFLOAD), torch.ones(1 << 18, device=OFFLOAD)
+    assert (torch.ones(1 << 18, device=COMPUTE) + held + gone)[0].item() == 3
+    del gone
+    torch.offload.empty_cache()
+    before = torch.offload.memory_stats()
+    for name in ("host.allocated_bytes.freed", "host.temporary_count.freed"):
+        assert before[name] > 0
+    assert (before["device.slot_bytes.freed"] > 0) == CACHED
+    peak = torch.offload.max_memory_allocated()
+    torch.offload.reset_accumulated_memory_stats()
+    stats = torch.offload.memory_stats()
+    names = [name.removesuffix(".freed") for name in stats if name.endswith(".freed")]
+    assert "host.allocated_bytes" in names
+    for name in names:
+        assert stats[f"{name}.freed"] == 0, name
+        assert stats[f"{name}.allocated"] == stats[f"{name}.current"], name
+    assert stats["host.allocated_bytes.peak"] == peak
+    del held
+    assert torch.offload.memory_stats()["host.allocated_bytes.freed"] == 1 << 20
 
 
 def test_freed_memory_can_go_back_to_the_system():

@@ -129,3 +129,16 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
     """Restores states of :func:`get_rng_state_all`, the first for ``offload:0`` and so on."""
     for index, state in enumerate(new_states):
         set_rng_state(state, index)
+
+
+__all__ = [
+    "get_rng_state",
+    "get_rng_state_all",
+    "initial_seed",
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "seed_all",
+    "set_rng_state",
+    "set_rng_state_all",
+]
