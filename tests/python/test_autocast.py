@@ -331,6 +331,21 @@ def test_autocast_of_offload_leaves_no_trace():
     assert (torch.is_autocast_enabled(KIND), torch.get_autocast_dtype(KIND)) == before
 
 
+def test_the_switch_of_the_paired_device():
+    """What the context sets, by itself. That of offload casts nothing: it has no say in what the pair computes alone."""
+    layer, x = nn.Linear(6, 4).to(OFFLOAD), torch.randn(5, 6).to(COMPUTE)
+    for kind, dtype in ((KIND, torch.bfloat16), ("offload", torch.float32)):
+        before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        torch.set_autocast_enabled(kind, True)
+        torch.set_autocast_dtype(kind, torch.bfloat16)
+        try:
+            assert layer(x).dtype == dtype
+        finally:
+            torch.set_autocast_enabled(kind, before[0])
+            torch.set_autocast_dtype(kind, before[1])
+            torch.clear_autocast_cache()
+
+
 def test_autocast_as_a_decorator():
     layer = nn.Linear(6, 4).to(OFFLOAD)
 
