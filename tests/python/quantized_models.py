@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import io
 import pickle
 
@@ -23,7 +22,6 @@ needs_cache = pytest.mark.skipif(not CACHED, reason="there is no cache")
 def settings():
     """Nothing is cached before a test, and what it sets ends with it."""
     ring = torch_offload.get_ring_bytes()
-    gc.collect()
     torch_offload.empty_cache()
     yield
     torch_offload.set_ring_bytes(ring)
