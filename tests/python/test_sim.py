@@ -44,6 +44,29 @@ EVERYTHING = [
     "test_random_programs.py",
     "test_scopes.py",
 ]
+# Of the tests that start processes or compile, those that a cache could get wrong.
+SHARING = ["writes_between_forwards", "writes_of_a_child", "writes_of_a_child_into_a_result", "results_of_a_child"]
+REST = [
+    "test_composites.py",
+    "test_file_backed.py",
+    "test_layouts.py",
+    "test_library.py",
+    "test_load.py",
+    "test_load_errors.py",
+    "test_load_torch.py",
+    "test_load_torch_errors.py",
+    "test_memory_snapshot.py",
+    "test_optimizer_steps.py",
+    "test_pickle.py",
+    "test_purposes.py",
+    "test_quantized.py",
+    "test_random_numbers.py",
+    "test_trace.py",
+    "test_triton_launch.py",
+    *[f"test_sharing.py::test_spawned[{scenario}]" for scenario in SHARING],
+    "test_sharing.py::test_fork_beside_a_device",
+    "test_compile_memory.py::test_a_graph_holds_a_few_weights_at_a_time",
+]
 # What needs a cache, and orders and budgets under which most of it happens.
 CACHE = ["test_budget.py", "test_changing_order.py", "test_long_runs.py", "test_settings.py"]
 VALIDATE = {"TORCH_OFFLOAD_VALIDATE": "1"}
@@ -61,6 +84,7 @@ RUNS = {
     "budgets and orders": (CACHE, {"TORCH_OFFLOAD_SEED": "9", **VALIDATE}),
     "late copies": (AUTOGRAD, {"TORCH_OFFLOAD_SEED": "10", "TORCH_OFFLOAD_COPY_DELAY_US": "100", **VALIDATE}),
     "everything": (EVERYTHING, {"TORCH_OFFLOAD_SEED": "1", "TORCH_OFFLOAD_POISON": "1"}),
+    "the rest": (REST, {"TORCH_OFFLOAD_SEED": "12", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
     "evict at once": (
         [*ORDER, "test_optim.py"],
         {
@@ -127,17 +151,9 @@ GPU_RUNS = {
 
 def run_suite(files: list[str], settings: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider"]
+    options = ["-c", str(HERE.parent.parent / "pyproject.toml"), "-m", "not whole_gpu"]
     done = subprocess.run(
-        [
-            *command,
-            "-p",
-            "no:warnings",
-            "-c",
-            str(HERE.parent.parent / "pyproject.toml"),
-            "-m",
-            "not whole_gpu",
-            *[str(HERE / f) for f in files],
-        ],
+        [*command, *options, *[str(HERE / f) for f in files]],
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
