@@ -19,14 +19,22 @@ FORMS = {
     "padding='valid'": (lambda: nn.Conv2d(4, 6, 3, padding="valid"), (2, 4, 7, 7)),
     "padding_mode='reflect'": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (2, 4, 7, 7)),
     "padding_mode='circular'": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (2, 4, 7, 7)),
+    "padding_mode='reflect', 3d": (lambda: nn.Conv3d(4, 6, 2, padding=1, padding_mode="reflect"), (2, 4, 3, 3, 3)),
     "padding_mode='replicate'": (lambda: nn.Conv1d(4, 6, 3, padding=1, padding_mode="replicate"), (2, 4, 7)),
     "dilation": (lambda: nn.Conv2d(4, 6, 3, dilation=2), (2, 4, 7, 7)),
     "groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), (2, 4, 7, 7)),
+    "groups 1d": (lambda: nn.Conv1d(4, 6, 3, groups=2, dilation=2, stride=2), (2, 4, 9)),
+    "groups 3d": (lambda: nn.Conv3d(4, 6, 2, groups=2, dilation=2, padding=1), (2, 4, 4, 4, 4)),
     "depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4), (2, 4, 7, 7)),
     "no bias": (lambda: nn.Conv2d(4, 6, 3, bias=False), (2, 4, 7, 7)),
     "transposed 1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), (2, 4, 5)),
     "transposed 2d": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1), (2, 4, 5, 5)),
     "transposed 3d": (lambda: nn.ConvTranspose3d(4, 6, 2), (2, 4, 3, 3, 3)),
+    "transposed groups 1d": (lambda: nn.ConvTranspose1d(4, 6, 3, groups=2, dilation=2, padding=1), (2, 4, 5)),
+    "transposed groups 3d": (
+        lambda: nn.ConvTranspose3d(4, 6, 2, stride=2, groups=2, output_padding=1),
+        (2, 4, 3, 3, 3),
+    ),
     "transposed groups": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, dilation=2), (2, 4, 5, 5)),
 }
 
@@ -91,17 +99,34 @@ def test_channels_last(weight, x):
     same(run)
 
 
-@pytest.mark.parametrize(
-    ("function", "weight_shape", "shape"),
-    [
-        (lambda x, w, b: F.conv1d(x, w, b, stride=2, padding=1), (4, 3, 3), (2, 3, 6)),
-        (lambda x, w, b: F.conv2d(x, w, b, padding="same"), (4, 2, 3, 3), (1, 2, 4, 4)),
-        (lambda x, w, b: F.conv3d(x, w, b), (2, 2, 2, 2, 2), (1, 2, 3, 3, 3)),
-        (lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2), (2, 2, 3, 3), (1, 2, 3, 3)),
-    ],
-    ids=["1d", "2d same", "3d", "transposed"],
-)
-def test_gradcheck(function, weight_shape, shape):
+def padded(mode):
+    """A convolution of what a mode of padding has made larger, as nn.Conv2d(padding_mode=mode) has it."""
+    return lambda x, w, b: F.conv2d(F.pad(x, (1, 1, 1, 1), mode=mode), w, b)
+
+
+DERIVED = {
+    "1d": (lambda x, w, b: F.conv1d(x, w, b, stride=2, padding=1), (4, 3, 3), (2, 3, 6)),
+    "2d same": (lambda x, w, b: F.conv2d(x, w, b, padding="same"), (4, 2, 3, 3), (1, 2, 4, 4)),
+    "3d": (lambda x, w, b: F.conv3d(x, w, b), (2, 2, 2, 2, 2), (1, 2, 3, 3, 3)),
+    "groups 1d": (lambda x, w, b: F.conv1d(x, w, b, groups=2), (4, 1, 3), (2, 2, 5)),
+    "groups": (lambda x, w, b: F.conv2d(x, w, b, padding=1, groups=2), (4, 1, 3, 3), (1, 2, 4, 4)),
+    "groups 3d": (lambda x, w, b: F.conv3d(x, w, b, groups=2, stride=2), (2, 1, 2, 2, 2), (1, 2, 4, 4, 4)),
+    "dilation": (lambda x, w, b: F.conv2d(x, w, b, dilation=2), (2, 2, 2, 2), (1, 2, 4, 4)),
+    **{f"{mode} padding": (padded(mode), (2, 2, 3, 3), (1, 2, 3, 3)) for mode in ("reflect", "replicate", "circular")},
+    "transposed 1d": (lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2, output_padding=1), (2, 2, 3), (1, 2, 4)),
+    "transposed": (lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2), (2, 2, 3, 3), (1, 2, 3, 3)),
+    "transposed groups": (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, groups=2, dilation=2, padding=1),
+        (2, 1, 3, 3),
+        (1, 2, 3, 3),
+    ),
+    "transposed 3d": (lambda x, w, b: F.conv_transpose3d(x, w, b, padding=1), (2, 2, 2, 2, 2), (1, 2, 3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("form", DERIVED)
+def test_gradcheck(form):
+    function, weight_shape, shape = DERIVED[form]
     x = torch.randn(shape, dtype=torch.float64).to(COMPUTE).requires_grad_()
     weight = torch.randn(weight_shape, dtype=torch.float64).to(COMPUTE).requires_grad_()
     channels = function(x, weight, None).shape[1]
