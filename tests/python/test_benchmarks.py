@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers import GPU
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = [
@@ -31,17 +33,42 @@ def test_every_benchmark_is_here() -> None:
     assert sorted({path.stem for path in BENCHMARKS.glob("*.py")} - shared) == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_small_version_runs(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--tiny"]
-    environment = os.environ | {"OUT": str(tmp_path)}
+def figures(name: str, folder: Path, *options: str, **settings: str) -> dict[str, Any]:
+    """What a small version writes, which must succeed."""
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--tiny", *options]
+    environment = os.environ | {"OUT": str(folder)} | settings
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / f"{name}.json").read_text())
+    record = json.loads((folder / f"{name}.json").read_text())
     assert record["machine"]["torch"]
-    assert all(run.get("equal", True) for run in record.get("runs", []))
+    return record
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_small_version_runs(name: str, tmp_path: Path) -> None:
+    assert all(run.get("equal", True) for run in figures(name, tmp_path).get("runs", []))
+
+
+@pytest.mark.skipif(GPU, reason="runs from a process without a GPU")
+def test_every_bit_is_equal_with_late_copies_on_the_simulated_link(tmp_path: Path) -> None:
+    record = figures(
+        "exactness", tmp_path, "--delay", "100", "--poison", TORCH_OFFLOAD_LINK="sim", TORCH_OFFLOAD_SEED="13"
+    )
+    assert record["wrong"] == {"torch.float32": 0, "torch.bfloat16": 0, "torch.float16": 0}
+    assert (record["delay_us"], record["poison"]) == (100, True)
+    settings = record["machine"]["environment"]
+    assert (
+        settings.items()
+        >= {
+            "TORCH_OFFLOAD_COPY_DELAY_US": "100",
+            "TORCH_OFFLOAD_POISON": "1",
+            "TORCH_OFFLOAD_EVICT": "1",
+        }.items()
+    )
+    assert record["stats"]["link.copies_to_device"] > 0
+    assert record["stats"]["link.copies_to_host"] > 0
 
 
 @pytest.mark.parametrize(
