@@ -4,6 +4,8 @@ import pytest
 import torch
 from helpers import COMPUTE, CPU, OFFLOAD, assert_same
 
+import torch_offload
+
 SPACES = iter(f"offload_test_{k}" for k in range(100))
 USED = torch.ones(1, device=OFFLOAD)  # from now on the package is in use
 
@@ -43,6 +45,27 @@ def test_kernels(library, key, inference):
         mixed, alone = operation(x, w.to(OFFLOAD)), operation(x.to(OFFLOAD), w.to(OFFLOAD))
     assert (mixed.device, alone.device.type) == (COMPUTE, "offload")
     assert_same((mixed, alone), (2 * x + 2, 2 * x + 2))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_devices_kernel_comes_before_a_composite_one(library, late):
+    """Whichever is there first: what is computed on a device is computed by its kernel."""
+    ran = []
+
+    def kernel(name):
+        return lambda x, w: (ran.append(name), x * w)[1]
+
+    library.define("scale(Tensor x, Tensor w) -> Tensor")
+    kernels = [("composite", "CompositeExplicitAutograd"), ("device", "CPU"), ("device", "CUDA")]
+    for name, key in kernels[::-1] if late else kernels:
+        library.impl("scale", kernel(name), key)
+    operation = getattr(torch.ops, library.ns).scale
+    x, w = numbers()
+    for operands in ((x, w.to(OFFLOAD)), (x.to(OFFLOAD), w.to(OFFLOAD)), (x, w.to(COMPUTE))):
+        assert_same(operation(*operands), x * 2)
+    with torch_offload.on_host():
+        assert_same(operation(x.to(OFFLOAD), w.to(OFFLOAD)), x * 2)
+    assert ran == ["device"] * 4
 
 
 def test_an_in_place_operation(library):

@@ -156,3 +156,45 @@ def test_before_anything_was_allocated():
         assert not torch_offload._C.in_use()
     """
     passes(program)
+
+
+def test_threads_train_while_histories_are_recorded():
+    """PyTorch's own too, on a GPU: the context of each of its entries takes the GIL, within calls of its allocator."""
+    program = """
+        import faulthandler, threading, torch, torch_offload
+        faulthandler.dump_traceback_later(200, exit=True)
+        cuda = torch.cuda.is_available()
+        device = "cuda" if cuda else "cpu"
+        histories = [torch.offload.memory, *([torch.cuda.memory] if cuda else [])]
+        for memory in histories:
+            memory._record_memory_history(max_entries=1000)
+        torch_offload.set_budget(1 << 16)
+        losses = {}
+
+        def train(name):
+            generator = torch.Generator().manual_seed(0)
+            x = torch.randn(4, 64, generator=generator).to(device)
+            net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+            for parameter in net.parameters():
+                torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+            optimizer = torch.optim.SGD(net.to("offload").parameters(), lr=0.1)
+            for step in range(20):
+                optimizer.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()
+                optimizer.step()
+            losses[name] = loss.item()
+
+        threads = [threading.Thread(target=train, args=(k,)) for k in range(3)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            for memory in histories:
+                memory._snapshot()
+            torch_offload.empty_cache()
+        for memory in histories:
+            assert any(memory._snapshot()["device_traces"])
+            memory._record_memory_history(enabled=None)
+        assert len(losses) == 3 and len(set(losses.values())) == 1, losses
+    """
+    passes(program)
