@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import COMPUTE, CPU, OFFLOAD, assert_same
+from helpers import COMPUTE, CPU, OFFLOAD, assert_same, passes
 
 import torch_offload
 
@@ -66,6 +66,25 @@ def test_a_devices_kernel_comes_before_a_composite_one(library, late):
     with torch_offload.on_host():
         assert_same(operation(x.to(OFFLOAD), w.to(OFFLOAD)), x * 2)
     assert ran == ["device"] * 4
+
+
+def test_a_devices_kernel_comes_first_where_the_library_did():
+    """With both kernels of it before the first offload tensor."""
+    passes(
+        """
+        import torch
+        library = torch.library.Library("offload_test_early", "DEF")
+        library.define("device(Tensor x, Tensor w) -> int")
+        library.impl("device", lambda x, w: 0, "CompositeExplicitAutograd")
+        for key in ("CPU", "CUDA"):
+            library.impl("device", lambda x, w: 1, key)
+        import torch_offload
+        x = torch.ones(2, device="cuda" if torch.cuda.is_available() else "cpu")
+        w = x.to("offload")
+        operation = torch.ops.offload_test_early.device
+        assert [operation(x, w), operation(w, w), operation(x, x)] == [1, 1, 1]
+        """
+    )
 
 
 def test_an_in_place_operation(library):
