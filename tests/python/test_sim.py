@@ -43,6 +43,7 @@ EVERYTHING = [
     "test_device_module.py",
     "test_random_programs.py",
     "test_scopes.py",
+    "test_flops.py",
 ]
 # Of the tests that start processes or compile, those that a cache could get wrong.
 SHARING = ["writes_between_forwards", "writes_of_a_child", "writes_of_a_child_into_a_result", "results_of_a_child"]
