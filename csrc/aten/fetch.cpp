@@ -185,7 +185,7 @@ at::Tensor stashResult(
 bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Device computed) {
   const bool same = offload.scalar_type() == value.scalar_type() && offload.sizes() == value.sizes() &&
       offload.strides() == value.strides() && offload.is_conj() == value.is_conj() && offload.is_neg() == value.is_neg();
-  if (!same || !coversItsStorage(offload) || !coversItsStorage(value) || isFetched(value) ||
+  if (!same || !isCached(computed) || !coversItsStorage(offload) || !coversItsStorage(value) || isFetched(value) ||
       offload.storage().nbytes() != value.storage().nbytes() || offload.storage_offset() != value.storage_offset()) {
     return false;
   }

@@ -31,7 +31,8 @@ at::Tensor stashCopy(
 at::Tensor stashResult(
     const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf = nullptr);
 
-/// Makes such a result the value of an offload tensor that is all of its storage; false where it isn't, and nothing happened.
+/// Makes such a result the value of an offload tensor that is all of its storage; false where it isn't, or the result was made on
+/// the host, and nothing happened.
 bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Device computed);
 
 /// Whether a tensor's memory is that of a Slot or of a Block: then others read it too.

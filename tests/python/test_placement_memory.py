@@ -164,6 +164,15 @@ def test_integer_matmul_falls_back_to_the_host():
 
 
 @pytest.mark.gpu
+def test_a_host_fallback_writes_to_what_was_born_on_the_device():
+    a = torch.arange(16, device=OFFLOAD).view(4, 4)
+    out = a + a
+    torch.mm(a, a, out=out)
+    assert_same(out.to(COMPUTE), a.cpu() @ a.cpu())
+    assert_same(out, a.cpu() @ a.cpu())
+
+
+@pytest.mark.gpu
 def test_host_fallbacks_are_counted():
     a = torch.arange(9, device=OFFLOAD).view(3, 3)
     before = sum(torch_offload.memory_stats()["host_fallbacks"].values())
