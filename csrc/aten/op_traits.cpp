@@ -309,6 +309,8 @@ bool isInterceptable(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   const std::string_view name = schema.name();
   if (name.starts_with("offload::") || name.starts_with("prim") || name.starts_with("profiler::")) return false;
+  // What these return is still being written: their parts decide.
+  if (name.starts_with("_c10d_functional") || name.starts_with("c10d_functional::")) return false;
   if (kNeverIntercepted.contains(name) || makesItsOwnMemory(name) || isView(schema)) return false;
   // Given a device, these are dispatched by it, whatever their operands are.
   if (op.hasKernelForDispatchKey(DispatchKey::BackendSelect) && name != "aten::_to_copy") return false;

@@ -18,4 +18,7 @@ void checkDense(const at::Tensor& value);
 /// Raises: page-locked memory is asked for.
 [[noreturn]] void refusePinned();
 
+/// Lets torch.distributed say in one sentence that no backend takes offload tensors; to be called once, when the first one is made.
+void interceptCollectives();
+
 } // namespace offload

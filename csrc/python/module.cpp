@@ -5,6 +5,7 @@
 #include "aten/fetch.h"
 #include "aten/generator.h"
 #include "aten/placement.h"
+#include "aten/refusals.h"
 #include "aten/settings_check.h"
 #include "aten/sharing.h"
 #include "aten/tensors.h"
@@ -159,6 +160,7 @@ PYBIND11_MODULE(_C, m) {
   Context::atFirstUse([] { interceptOperations(); });
   Context::atFirstUse(&interceptAutocast);
   Context::atFirstUse(&interceptRecordStream);
+  Context::atFirstUse(&interceptCollectives);
 
   m.def("device_count", [] { return static_cast<int>(deviceCount()); });
   m.def("current_device", [] { return static_cast<int>(currentIndex()); });
