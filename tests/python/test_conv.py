@@ -1,9 +1,11 @@
 """Convolutions with offload weights, in all their forms."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COMPUTE, FLOATS, OFFLOAD, deterministic, grads, same
+from helpers import COMPUTE, FLOATS, GPU, OFFLOAD, deterministic, grads, same
 from torch import nn
 
 FORMS = {
@@ -53,12 +55,16 @@ def step(make, shape, dtype=torch.float32, feed=None, before=None):
     return run
 
 
-@pytest.mark.parametrize("form", FORMS)
+# Of which CUDA gives the same gradient twice.
+STEADY = [form for form in FORMS if form != "padding_mode='reflect', 3d" or not GPU]
+
+
+@pytest.mark.parametrize("form", STEADY)
 def test_forward_and_backward(form):
     same(step(*FORMS[form]))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", STEADY)
 def test_offload_input(form):
     same(step(*FORMS[form], feed="offload"))
 
@@ -135,6 +141,10 @@ def test_gradcheck(form):
     def run(x, weight, bias):
         return function(x, weight.to(OFFLOAD), bias.to(OFFLOAD))
 
-    with deterministic():  # cudnn's gradients differ from run to run, of plain CUDA tensors too
-        assert torch.autograd.gradcheck(run, (x, weight, bias), fast_mode=True)
-        assert torch.autograd.gradgradcheck(run, (x, weight, bias), fast_mode=True)
+    # cudnn's gradients differ from run to run, of plain CUDA tensors too; CUDA's deterministic one of a reflected border is wrong
+    # at the corners.
+    reflects = form == "reflect padding"
+    with contextlib.nullcontext() if reflects else deterministic():
+        options = {"fast_mode": True, "nondet_tol": 1e-12 if reflects else 0.0}
+        assert torch.autograd.gradcheck(run, (x, weight, bias), **options)
+        assert torch.autograd.gradgradcheck(run, (x, weight, bias), **options)
