@@ -141,8 +141,8 @@ def test_gradcheck(form):
     def run(x, weight, bias):
         return function(x, weight.to(OFFLOAD), bias.to(OFFLOAD))
 
-    # cudnn's gradients differ from run to run, of plain CUDA tensors too; CUDA's deterministic one of a reflected border is wrong
-    # at the corners.
+    # cudnn's gradients differ from run to run, of plain CUDA tensors too; CUDA's deterministic one of a reflected border is
+    # wrong at the corners.
     reflects = form == "reflect padding"
     with contextlib.nullcontext() if reflects else deterministic():
         options = {"fast_mode": True, "nondet_tol": 1e-12 if reflects else 0.0}

@@ -155,18 +155,20 @@ def test_a_copy_between_them_is_differentiable():
     assert_same(w.grad.cpu(), plain.grad)
 
 
-def test_what_is_newest_on_one_is_fetched_by_the_other():
+@pytest.mark.parametrize("source", [0, 1])
+def test_what_is_newest_on_one_is_fetched_by_the_other(source):
     torch_offload.set_budget(PLENTY)
-    a = at(HOMES[0], 16, 16)
-    down, up = "link.bytes_to_device", "link.bytes_to_host"
+    a = at(HOMES[source], 16, 16)
+    assert added("link.bytes_to_host", lambda: a @ a) == [0, 0]
+    y = a @ a
+    assert count("device.dirty_bytes.current")[source] == y.nbytes
+    before = count("link.bytes_to_device")
     results = []
-    home = added(up, lambda: results.append(a @ a))
-    assert home == [0, 0], "it stays where it was made"
-    y = results.pop()
-    before = count(down)
-    assert added(up, lambda: results.append(torch.ops.offload.fetch(y, TARGETS[1]))) == [y.nbytes, 0]
-    assert [after - was for was, after in zip(before, count(down), strict=True)] == [0, y.nbytes]
-    plain = a.to(COMPUTES[0])
+    home = added("link.bytes_to_host", lambda: results.append(torch.ops.offload.fetch(y, TARGETS[1 - source])))
+    assert (home[source], home[1 - source]) == (y.nbytes, 0)
+    down = [after - was for was, after in zip(before, count("link.bytes_to_device"), strict=True)]
+    assert (down[source], down[1 - source]) == (0, y.nbytes)
+    plain = a.to(COMPUTES[source])
     assert_same(results.pop(), plain @ plain)
     assert_same(y.cpu(), (plain @ plain).cpu())
 
@@ -360,11 +362,28 @@ class Counts(torch.autograd.Function):
 
 
 def test_what_a_users_function_writes_comes_home():
-    counters = [torch.ones(4, device=home) for home in HOMES]
-    for counter, compute in zip(counters, COMPUTES, strict=True):
-        for k in range(3):
-            assert_same(Counts.apply(torch.ones(4, device=compute), counter).cpu(), torch.full((4,), k + 2.0))
-        assert_same(counter.cpu(), torch.full((4,), 4.0))
+    for index, (home, compute) in enumerate(zip(HOMES, COMPUTES, strict=True)):
+        counter, x = torch.ones(4, device=home), torch.ones(4, device=compute)
+        expected = [0, 0]
+        expected[index] = counter.nbytes
+        assert added("link.bytes_to_host", lambda x=x, counter=counter: Counts.apply(x, counter)) == expected
+        assert_same(Counts.apply(x, counter).cpu(), torch.full((4,), 3.0))
+        assert_same(counter.cpu(), torch.full((4,), 3.0))
+
+
+class Adds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *others):
+        return x + sum(others)
+
+
+@pytest.mark.parametrize("run", [Adds.apply, torch.addcmul])
+def test_operands_on_both_go_to_one(run):
+    values = [torch.ones(4, device=home) for home in HOMES]
+    for index in (0, 1):
+        x, expected = torch.ones(4, device=COMPUTES[index]), [0, 0]
+        expected[index] = 2
+        assert added("cache.fetches", lambda x=x, k=index: run(x, values[k], values[1 - k])) == expected
 
 
 OPTIMIZERS = {
