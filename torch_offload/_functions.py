@@ -3,6 +3,7 @@
 Their backward returns a gradient on the activations' device, which autograd refuses for an operand on another. Fetched
 outside of the function, by a differentiable operation, an offload operand is what the author assumed: a tensor
 beside the others. What the function writes to it comes home, in forward and, where its context keeps the tensor, in backward.
+What the context keeps has memory while the function's backward runs, as what PyTorch's own operations save.
 """
 
 import weakref
@@ -33,6 +34,11 @@ class _Lent:
     def is_kept(self) -> bool:
         return self._value() is not None
 
+    def release(self, watch: _C.ReleaseRefill) -> None:
+        value = self._value()
+        if value is not None:
+            watch.add(self._source, value)
+
 
 def _lend(args: Iterable[Any], target: torch.device) -> tuple[tuple[Any, ...], list[_Lent]]:
     given = [fetched(value, target) for value in args]
@@ -44,15 +50,19 @@ def _lend(args: Iterable[Any], target: torch.device) -> tuple[tuple[Any, ...], l
     return tuple(given), lent
 
 
-def _watch_backward(results: Any, lent: list[_Lent]) -> None:
+def _watch_backward(results: Any, lent: list[_Lent], watch: _C.ReleaseRefill) -> None:
     def bring_home(*gradients: Any) -> None:
         for operand in lent:
             operand.bring_home()
 
     results = results if isinstance(results, (tuple, list)) else [results]
-    nodes = {result.grad_fn for result in results if isinstance(result, Tensor) and result.grad_fn is not None}
+    results = [result for result in results if isinstance(result, Tensor)]
+    nodes = {result.grad_fn for result in results if result.grad_fn is not None}
     for node in nodes:
-        node.register_hook(bring_home)
+        node.register_hook(bring_home)  # before the memory is given up, which is the hook that comes next
+    for operand in lent:
+        operand.release(watch)
+    watch.finish(results)
 
 
 def _is_left_alone(cls: type) -> bool:
@@ -74,6 +84,7 @@ def register() -> None:
         target = None if _is_left_alone(cls) else target_of(args)
         if target is None:
             return super(base, cls).apply(*args, **kwargs)
+        watch = _C.ReleaseRefill(target)
         args, lent = _lend(args, target)
         try:
             results = super(base, cls).apply(*args, **kwargs)
@@ -83,7 +94,7 @@ def register() -> None:
         del args
         lent = [operand for operand in lent if operand.is_kept()]
         if lent:
-            _watch_backward(results, lent)
+            _watch_backward(results, lent, watch)
         return results
 
     base.apply = classmethod(apply)

@@ -99,7 +99,6 @@ at::Tensor fetchInStorage(const at::Tensor& tensor, c10::Device target) {
 void callFetched(
     const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack,
     std::optional<at::ScalarType> lower = {}) {
-  const bool cached = isCached(placement.compute);
   const bool hiddenWrites = traits.writesHidden(stack);
   ReleaseRefill watch(placement.compute);
   std::vector<Written> writes;
@@ -114,7 +113,7 @@ void callFetched(
       writes.push_back({tensor, value.clone(), argument});
       return writes.back().work;
     }
-    if (cached && !value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);
+    if (!value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);
     if (!lowered) fetched.emplace_back(tensor, value);
     return value;
   });

@@ -103,7 +103,7 @@ std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64
 ReleaseRefill::ReleaseRefill(c10::Device target) : target_(target), firstNode_(at::sequence_number::peek()) {}
 
 void ReleaseRefill::add(const at::Tensor& source, const at::Tensor& fetched) {
-  if (!recordsGraph()) return;
+  if (!isCached(target_) || !recordsGraph()) return;
   // What the source holds now: `source.data = ...`, as in module.to(), puts other memory into the same tensor.
   auto held = tracing() ? source : tensorOver(source.storage(), kOffload, source, source.storage_offset());
   fetched_.emplace_back(std::move(held), fetched);

@@ -10,6 +10,7 @@
 #include "aten/sharing.h"
 #include "aten/tensors.h"
 #include "autograd/generic.h"
+#include "autograd/release_refill.h"
 #include "compat/accelerator.h"
 #include "compat/registration.h"
 #include "compat/torch_version.h"
@@ -185,6 +186,10 @@ PYBIND11_MODULE(_C, m) {
     const MemoryLimits limits = readMemoryLimits();
     return std::make_pair(limits.available, limits.total);
   });
+  py::class_<ReleaseRefill>(m, "ReleaseRefill")
+      .def(py::init<c10::Device>())
+      .def("add", &ReleaseRefill::add)
+      .def("finish", &ReleaseRefill::finish);
   m.def("bring_home", &bringHome, py::call_guard<py::gil_scoped_release>());
   m.def("is_shared", [](const c10::Storage& storage) { return isShared(*storage.unsafeGetStorageImpl()); });
   m.def(
