@@ -289,6 +289,49 @@ TEST_F(Prefetch, ResultsGetBackTheHalfThatAnIdleLinkWasLent) {
   }
 }
 
+TEST_F(Prefetch, AnIdleLinkIsLentTheOtherHalfAgain) {
+  make(24, 8);
+  forward();
+  forward();
+  std::uint64_t used = 2 * layers_.size();
+  // How many copies are ahead of their fetch at most, in a step in which the link has always time.
+  const auto ahead = [&](bool results) {
+    std::uint64_t most = 0;
+    for (std::size_t k = 0; k < layers_.size(); ++k) {
+      use(k);
+      rig_->sim.drain();
+      most = std::max(most, copies() - stats().prefetchesWasted - ++used);
+      if (!results) continue;
+      const auto result = rig_->newBlock(4 * kBytes, Born::Device);
+      rig_->cache.adopt(*result, rig_->newResult(stream_, pattern(k, 4 * kBytes)), stream_);
+      (void)rig_->cache.fetch(*result, {0, result->bytes}, stream_);
+    }
+    return most;
+  };
+  EXPECT_GT(ahead(false), 4U) << "more than half of the ring";
+  for (int step = 0; step < 4; ++step) ahead(true);
+  EXPECT_LE(ahead(true), 4U);
+  int steps = 1;
+  while (ahead(false) <= 4 && steps < 50) ++steps;
+  EXPECT_GT(steps, 1) << "not at once";
+  EXPECT_LT(steps, 50);
+  rig_->cache.emptyCache(0);
+  EXPECT_GT(ahead(false), 4U) << "an emptied cache is no reason to lend less";
+  checkValues();
+}
+
+TEST_F(Prefetch, AResultBeforeTheFirstFetchHasTheRing) {
+  make(1, 8);
+  std::vector<Rig::BlockPtr> results;
+  for (std::uint64_t k = 0; k < 3; ++k) {
+    results.push_back(rig_->newBlock(kBytes, Born::Device));
+    rig_->cache.adopt(*results.back(), rig_->newResult(stream_, pattern(k, kBytes)), stream_);
+  }
+  for (const auto& result : results) (void)rig_->cache.fetch(*result, {0, kBytes}, stream_);
+  EXPECT_EQ(copies(), 0U);
+  checkValues();
+}
+
 // Whoever lets go of memory that is still being copied home makes the stream that computes wait for that copy.
 TEST_F(Prefetch, AResultKeepsItsMemoryWhileItGoesHome) {
   make(10, 4);
