@@ -209,6 +209,13 @@ const std::unordered_set<std::string_view> kNeverIntercepted{
     "aten::unflatten_dense_tensors",
 };
 
+// They write to running statistics whenever they are given any: what batch norm over several processes is made of.
+const std::unordered_set<std::string_view> kUpdatesStatistics{
+    "aten::batch_norm_update_stats",
+    "aten::batch_norm_gather_stats",
+    "aten::batch_norm_gather_stats_with_counts",
+};
+
 bool endsWith(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
@@ -260,6 +267,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
   } else if (kMovements.contains(schema.name())) {
     effect = Effect::Movement;
   }
+  updatesStatistics = kUpdatesStatistics.contains(schema.name());
   convertsDevice = schema.name() == "aten::_to_copy";
   countsFromStorage = schema.name() == "aten::as_strided_copy" || schema.name() == "aten::as_strided_scatter";
   composite = isComposite(op);
@@ -267,7 +275,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
 }
 
 bool OpTraits::writesHidden(const torch::jit::Stack& stack) const {
-  if (trainingArgument < 0) return false;
+  if (trainingArgument < 0) return updatesStatistics;
   const auto& value = stack[stack.size() - arguments.size() + static_cast<std::size_t>(trainingArgument)];
   return value.isBool() && value.toBool();
 }

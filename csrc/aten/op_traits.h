@@ -31,6 +31,7 @@ struct OpTraits {
   bool convertsDevice = false; // its Device argument says where the result lives
   bool countsFromStorage = false; // its offset is one into the operand's storage, of which it may read all
   int trainingArgument = -1; // a bool that says whether hidden writes happen
+  bool updatesStatistics = false; // or, without one, they always do
 
   Operands operands(const torch::jit::Stack& stack) const;
   bool writesHidden(const torch::jit::Stack& stack) const;

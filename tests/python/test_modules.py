@@ -12,6 +12,8 @@ from helpers import COMPUTE, CPU, GPU, OFFLOAD, assert_same, at, grads, same, va
 from torch import nn
 from torch.nn.utils import parametrizations
 
+import torch_offload
+
 
 def normal(*shape):
     return lambda: torch.randn(*shape)
@@ -185,6 +187,33 @@ def test_batch_norm_statistics():
         y = net(torch.randn(5, 6).to(COMPUTE))
         assert torch.equal(before.cpu(), net.running_mean.cpu())
         return seen, y, versions
+
+    same(run)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batch_norm_update_stats",
+        pytest.param("batch_norm_gather_stats", marks=pytest.mark.gpu),
+        pytest.param("batch_norm_gather_stats_with_counts", marks=pytest.mark.gpu),
+    ],
+)
+def test_statistics_of_batch_norm_over_several_processes(name):
+    """What nn.SyncBatchNorm calls; their schemas don't say either that the running statistics are written to."""
+
+    def run(device):
+        running = torch.zeros(3).to(device), torch.ones(3).to(device)
+        x, parts = torch.randn(2, 3, 4).to(COMPUTE), torch.rand(2, 3).to(COMPUTE) + 0.5
+        if name == "batch_norm_update_stats":
+            results = torch.batch_norm_update_stats(x, *running, 0.25)
+        elif name == "batch_norm_gather_stats":
+            results = torch.batch_norm_gather_stats(x, parts, parts + 1, *running, 0.25, 1e-5, 8)
+        else:
+            counts = torch.tensor([8.0, 8.0]).to(COMPUTE)
+            results = torch.batch_norm_gather_stats_with_counts(x, parts, parts + 1, *running, 0.25, 1e-5, counts)
+        torch_offload.empty_cache()
+        return results, running, [torch.zeros(3).to(COMPUTE) + r for r in running]
 
     same(run)
 
