@@ -3,12 +3,12 @@
 #include "aten/fetch.h"
 #include "aten/tensors.h"
 #include "autograd/nodes.h"
+#include "compat/node_pointers.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
@@ -17,8 +17,6 @@
 
 namespace offload {
 namespace {
-
-using torch::autograd::Node;
 
 #define OFFLOAD_NAME_(op, ...) "aten::" #op,
 const std::unordered_set<std::string_view> kLowered{AT_FORALL_LOWER_PRECISION_FP(OFFLOAD_NAME_)};
@@ -36,27 +34,27 @@ at::Tensor currentRegion() {
 // The nodes of the casts of a region. Weak, as a node keeps its parameter alive: a graph that is gone needs no common node.
 class Casts {
  public:
-  std::shared_ptr<Node> find(const at::Tensor& parameter, c10::Device target, at::ScalarType dtype) {
+  compat::NodePointer find(const at::Tensor& parameter, c10::Device target, at::ScalarType dtype) {
     const at::Tensor region = currentRegion();
     std::lock_guard lock(mutex_);
     if (!region_.is_same(region)) nodes_.clear();
     region_ = region;
     const auto found = nodes_.find(parameter.unsafeGetTensorImpl());
-    if (found == nodes_.end() || found->second.target != target || found->second.dtype != dtype) return nullptr;
+    if (found == nodes_.end() || found->second.target != target || found->second.dtype != dtype) return {};
     auto node = found->second.node.lock();
     // The address may be another parameter's by now.
     const bool same = node && node->next_edge(0).function->next_edge(0) == torch::autograd::impl::gradient_edge(parameter);
-    return same ? node : nullptr;
+    return same ? node : compat::NodePointer();
   }
 
   void add(const at::Tensor& parameter, c10::Device target, const at::Tensor& cast) {
     std::lock_guard lock(mutex_);
-    nodes_[parameter.unsafeGetTensorImpl()] = {cast.grad_fn(), target, cast.scalar_type()};
+    nodes_[parameter.unsafeGetTensorImpl()] = Cast{compat::WeakNode(cast.grad_fn()), target, cast.scalar_type()};
   }
 
  private:
   struct Cast {
-    std::weak_ptr<Node> node;
+    compat::WeakNode node;
     c10::Device target = c10::kCPU;
     at::ScalarType dtype = at::kFloat;
   };
@@ -88,7 +86,7 @@ bool needsLowering(const at::Tensor& operand, at::ScalarType dtype) {
 
 at::Tensor fetchLowered(const at::Tensor& offload, c10::Device target, at::ScalarType dtype) {
   const bool kept = isKept(offload);
-  const auto node = kept ? casts().find(offload, target, dtype) : nullptr;
+  const auto node = kept ? casts().find(offload, target, dtype) : compat::NodePointer();
   at::Tensor cast;
   {
     const at::AutoGradMode mode(at::GradMode::is_enabled() && !node);
@@ -96,7 +94,7 @@ at::Tensor fetchLowered(const at::Tensor& offload, c10::Device target, at::Scala
   }
   // What is emptied for a while must tell when its source has changed.
   if (isCached(target)) shareVersionCounter(offload, cast);
-  if (node) torch::autograd::impl::set_gradient_edge(cast, {node, 0});
+  if (node) torch::autograd::impl::set_gradient_edge(cast, torch::autograd::Edge(node, 0));
   if (kept && !node) casts().add(offload, target, cast);
   return cast;
 }

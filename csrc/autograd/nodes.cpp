@@ -3,7 +3,7 @@
 #include "aten/fetch.h"
 #include "aten/placement.h"
 #include "autograd/gapped_clone.h"
-#include "compat/make_node.h"
+#include "compat/node_pointers.h"
 #include "compat/registration.h"
 
 #include <ATen/EmptyTensor.h>
