@@ -158,6 +158,7 @@ def test_before_anything_was_allocated():
     passes(program)
 
 
+@pytest.mark.gpu
 def test_threads_train_while_histories_are_recorded():
     """PyTorch's own too, on a GPU: the context of each of its entries takes the GIL, within calls of its allocator."""
     program = """
