@@ -158,11 +158,11 @@ def test_before_anything_was_allocated():
     passes(program)
 
 
-@pytest.mark.gpu
 def test_threads_train_while_histories_are_recorded():
     """PyTorch's own too, on a GPU: the context of each of its entries takes the GIL, within calls of its allocator."""
     program = """
         import faulthandler, threading, torch, torch_offload
+        import torch._dynamo  # as an optimizer does, which takes minutes beside a thread that never rests
         faulthandler.dump_traceback_later(200, exit=True)
         cuda = torch.cuda.is_available()
         device = "cuda" if cuda else "cpu"
