@@ -161,7 +161,7 @@ def test_before_anything_was_allocated():
 def test_threads_train_while_histories_are_recorded():
     """PyTorch's own too, on a GPU: the context of each of its entries takes the GIL, within calls of its allocator."""
     program = """
-        import faulthandler, threading, torch, torch_offload
+        import faulthandler, threading, time, torch, torch_offload
         import torch._dynamo  # as an optimizer does, which takes minutes beside a thread that never rests
         faulthandler.dump_traceback_later(200, exit=True)
         cuda = torch.cuda.is_available()
@@ -193,6 +193,7 @@ def test_threads_train_while_histories_are_recorded():
             for memory in histories:
                 memory._snapshot()
             torch_offload.empty_cache()
+            time.sleep(0.001)  # or the others get the GIL once in every few milliseconds
         for memory in histories:
             assert any(memory._snapshot()["device_traces"])
             memory._record_memory_history(enabled=None)
