@@ -27,23 +27,16 @@ std::vector<std::function<void()>>& firstUseTasks() {
 }
 
 // None where it is not set, or to nothing.
-std::optional<std::size_t> environmentNumber(const char* name, std::size_t most = SIZE_MAX) {
+std::optional<std::size_t> environmentNumber(const char* name, std::size_t most = SIZE_MAX, std::size_t least = 0) {
   const char* text = std::getenv(name);
   if (text == nullptr || *text == '\0') return std::nullopt;
   std::size_t value = 0;
   const char* end = text + std::strlen(text);
   const auto parsed = std::from_chars(text, end, value);
   TORCH_CHECK(
-      parsed.ec == std::errc() && parsed.ptr == end && value <= most, "offload: ", name, "=\"", text,
-      "\" is not a whole number from 0 to ", most, "; give bytes or a count in digits.");
+      parsed.ec == std::errc() && parsed.ptr == end && value >= least && value <= most, "offload: ", name, "=\"", text,
+      "\" is not a whole number from ", least, " to ", most, "; give bytes or a count in digits.");
   return value;
-}
-
-int environmentDevices(const char* name) {
-  const std::size_t count = environmentNumber(name).value_or(1);
-  constexpr std::size_t most = std::numeric_limits<c10::DeviceIndex>::max(); // that an index can name
-  TORCH_CHECK(count >= 1 && count <= most, "offload: ", name, "=", count, " is not a number of devices from 1 to ", most, ".");
-  return static_cast<int>(count);
 }
 
 // Those that the simulated link plays, or will from first use on; 0 where the link is another.
@@ -78,7 +71,8 @@ Settings Settings::fromEnvironment() {
   const char* link = std::getenv("TORCH_OFFLOAD_LINK");
   if (link != nullptr && *link != '\0') settings.link = link;
   settings.seed = environmentNumber("TORCH_OFFLOAD_SEED").value_or(settings.seed);
-  settings.simDevices = environmentDevices("TORCH_OFFLOAD_SIM_DEVICES");
+  constexpr auto mostDevices = std::numeric_limits<c10::DeviceIndex>::max(); // that an index can name
+  settings.simDevices = static_cast<int>(environmentNumber("TORCH_OFFLOAD_SIM_DEVICES", mostDevices, 1).value_or(1));
   settings.ringBytes = environmentNumber("TORCH_OFFLOAD_RING_BYTES");
   const char* budget = std::getenv("TORCH_OFFLOAD_BUDGET");
   if (budget != nullptr && *budget != '\0') settings.budget = budget;

@@ -159,8 +159,8 @@ def test_freed_storage(use):
     says(RuntimeError, sentence, lambda: use(weight))
 
 
-def not_whole(name, value, most=2**64 - 1):
-    return f'offload: {name}="{value}" is not a whole number from 0 to {most}; give bytes or a count in digits.'
+def not_whole(name, value, least=0, most=2**64 - 1):
+    return f'offload: {name}="{value}" is not a whole number from {least} to {most}; give bytes or a count in digits.'
 
 
 def no_budget(value):
@@ -168,10 +168,6 @@ def no_budget(value):
         'offload: TORCH_OFFLOAD_BUDGET can\'t be read: a budget is a number of bytes, a share like "40%", or "auto"; '
         f'got "{value}".'
     )
-
-
-def no_devices(value):
-    return f"offload: TORCH_OFFLOAD_SIM_DEVICES={value} is not a number of devices from 1 to 127."
 
 
 LINK = 'offload: TORCH_OFFLOAD_LINK="nonsense" names no link; choose auto, cuda, sim or none.'
@@ -184,8 +180,10 @@ LINK = 'offload: TORCH_OFFLOAD_LINK="nonsense" names no link; choose auto, cuda,
         ("TORCH_OFFLOAD_LINK", "", "no error"),  # as if it were not set
         ("TORCH_OFFLOAD_BUDGET", "half", no_budget("half")),
         ("TORCH_OFFLOAD_BUDGET", "140%", no_budget("140%")),
-        ("TORCH_OFFLOAD_SIM_DEVICES", "0", no_devices("0")),
-        ("TORCH_OFFLOAD_SIM_DEVICES", "128", no_devices("128")),
+        *(
+            ("TORCH_OFFLOAD_SIM_DEVICES", value, not_whole("TORCH_OFFLOAD_SIM_DEVICES", value, least=1, most=127))
+            for value in ("0", "128", "two")
+        ),
         ("TORCH_OFFLOAD_SIM_DEVICES", "127", "no error"),
         *(
             (name, value, not_whole(name, value))
@@ -194,7 +192,6 @@ LINK = 'offload: TORCH_OFFLOAD_LINK="nonsense" names no link; choose auto, cuda,
                 ("TORCH_OFFLOAD_RING_BYTES", "-5"),
                 ("TORCH_OFFLOAD_RING_BYTES", "1e9"),
                 ("TORCH_OFFLOAD_SEED", "x"),
-                ("TORCH_OFFLOAD_SIM_DEVICES", "two"),
                 ("TORCH_OFFLOAD_PINNED_LIMIT", "512MB"),
                 ("TORCH_OFFLOAD_SEED", "9" * 23),
             )
