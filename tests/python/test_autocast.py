@@ -208,6 +208,9 @@ def saved_weights(result):
 def test_a_cast_weight_does_not_stay_for_backward(dtype):
     layer = nn.Linear(512, 512, bias=False).to(OFFLOAD)
     x = torch.randn(3, 512).to(COMPUTE).requires_grad_()
+    with torch.autocast(KIND, dtype):
+        layer(x)  # the first product of a process allocates a workspace for good
+    torch_offload.empty_cache()
     before = torch.cuda.memory_allocated() if GPU else 0
     with torch.autocast(KIND, dtype):
         y = layer(x)

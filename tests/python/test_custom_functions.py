@@ -72,6 +72,8 @@ class NeedsNoWeight(torch.autograd.Function):
 )
 def test_what_a_function_keeps_has_memory_in_its_backward_only(function, kept):
     weight, x = data(512, 512, device=OFFLOAD).requires_grad_(), data(3, 512).requires_grad_()
+    function.apply(x, weight)  # the first product of a process allocates a workspace for good
+    torch_offload.empty_cache()
     held = torch.cuda.memory_allocated() if GPU else 0
     y = function.apply(x, weight)
     if kept is not None:
@@ -82,6 +84,7 @@ def test_what_a_function_keeps_has_memory_in_its_backward_only(function, kept):
         assert torch.cuda.memory_allocated() - held < weight.nbytes
     before = torch_offload.memory_stats()["cache.fetches"]
     y.sum().backward(retain_graph=True)
+    weight.grad = None  # gradients that are in the cache are summed there, which fetches both
     y.sum().backward()
     assert torch_offload.memory_stats()["cache.fetches"] - before == (2 if kept is not None else 0)
 
