@@ -39,12 +39,15 @@ class Emptied {
 
   void release() {
     std::lock_guard lock(mutex_);
-    if (--users_ == 0 && !at::GradMode::is_enabled()) empty();
+    // What a backward that records a graph has used, that graph's nodes have saved, and they have no hooks.
+    kept_ = kept_ || at::GradMode::is_enabled();
+    if (--users_ == 0 && !kept_) empty();
   }
 
  private:
   std::mutex mutex_;
   int users_ = 0;
+  bool kept_ = false;
   const std::vector<std::pair<at::Tensor, at::Tensor>> fetched_;
   const c10::Device target_;
 };

@@ -16,7 +16,7 @@ namespace offload {
 /// enqueued. So after the operation the nodes that it made get a hook before, which fetches into the same storage again, and one
 /// after, which empties it. The fetched tensor shares its source's version counter: a source that was changed in between raises
 /// PyTorch's own error. Left alone are storages that an output aliases, everything while saved-tensor hooks decide what is kept
-/// (checkpointing, save_on_cpu), everything while tracing, and, in a backward that records a graph, what that graph still needs.
+/// (checkpointing, save_on_cpu), everything while tracing, and, from a backward on that records a graph, what that graph may need.
 class ReleaseRefill {
  public:
   /// For what is fetched to this target.
