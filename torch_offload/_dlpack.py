@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
 
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,6 +22,7 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Wraps the two methods that a consumer of DLPack calls."""
+    """Wraps the two methods that a consumer of DLPack calls, and the function of the same end."""
     torch.Tensor.__dlpack__ = _refusing(torch.Tensor.__dlpack__)
     torch.Tensor.__dlpack_device__ = _refusing(torch.Tensor.__dlpack_device__)
+    torch.utils.dlpack.to_dlpack = torch.to_dlpack = _refusing(torch.utils.dlpack.to_dlpack)

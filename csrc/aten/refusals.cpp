@@ -44,6 +44,11 @@ void refusePinnedCall(const c10::OperatorHandle& /*op*/, torch::jit::Stack* /*st
   refusePinned();
 }
 
+// nn.TransformerEncoder asks before it makes a nested tensor of padded input.
+bool mayBeNested(const at::Tensor& /*values*/, const at::Tensor& /*mask*/) {
+  return false;
+}
+
 } // namespace
 
 void checkDense(const at::Tensor& value) {
@@ -66,6 +71,17 @@ void refuseLayoutOf(const c10::OperatorHandle& op, const torch::jit::Stack& stac
       " can't live on the offload device; make a dense one, or keep it on the CPU.");
 }
 
+void refuseNested(const c10::OperatorHandle& op, const torch::jit::Stack& stack, bool writes, bool differentiable) {
+  for (const c10::IValue& value : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (!value.isTensor() || !value.toTensor().defined() || !value.toTensor().is_nested()) continue;
+    if (writes) refuseLayout(value.toTensor());
+    TORCH_CHECK(
+        !differentiable, "offload: ", op.schema().name(),
+        " of a nested tensor and offload tensors has no gradient; call it under torch.no_grad(), make the nested tensor one of "
+        "layout torch.jagged, or pad it.");
+  }
+}
+
 void refuseQuantized(at::ScalarType type) {
   TORCH_CHECK(
       false, "offload: a tensor of PyTorch's own quantised dtype ", type,
@@ -79,10 +95,6 @@ void refusePinned() {
 
 OFFLOAD_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuseQuantizedCall>());
-}
-
-OFFLOAD_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuseLayoutCall>());
 }
 
 // PyTorch would make one of offload parts, which nothing computes on and nothing brings back.
@@ -105,6 +117,7 @@ OFFLOAD_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
 
 OFFLOAD_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_pin_memory", torch::CppFunction::makeFromBoxedFunction<&refusePinnedCall>());
+  m.impl("_nested_tensor_from_mask_left_aligned", &mayBeNested);
 }
 
 } // namespace offload

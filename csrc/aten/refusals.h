@@ -12,6 +12,9 @@ void checkDense(const at::Tensor& value);
 /// Raises: what `op` was called with, or would make, is not dense.
 [[noreturn]] void refuseLayoutOf(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
+/// Raises where one of the operands is nested and `op` writes to one of offload, or should be differentiated.
+void refuseNested(const c10::OperatorHandle& op, const torch::jit::Stack& stack, bool writes, bool differentiable);
+
 /// Raises: tensors of PyTorch's own quantised dtypes, whose values are more than their bytes, have no offload kernels.
 [[noreturn]] void refuseQuantized(at::ScalarType type);
 

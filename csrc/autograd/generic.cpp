@@ -281,14 +281,15 @@ class BackendKernel final : public c10::OperatorKernel {
   const std::shared_ptr<const OpTraits> traits_;
 };
 
-// Sparse tensors elsewhere are operands beside offload ones as any are; in a call with autograd they are served above.
-void sparseFallback(const c10::OperatorHandle& op, Stack* stack) {
+// Sparse and nested tensors elsewhere are operands beside offload ones as any are; in a call with autograd they are served above.
+void layoutFallback(const c10::OperatorHandle& op, Stack* stack) {
   const OpTraits traits(op);
   const Operands operands = traits.operands(*stack);
   const auto& name = op.schema().name();
   const bool makes = op.hasKernelForDispatchKey(DispatchKey::BackendSelect);
   const bool copies = name.starts_with("offload::") || name.starts_with("aten::_copy_from");
   if (!operands.offload || !operands.foreign || makes || copies) refuseLayoutOf(op, *stack);
+  refuseNested(op, *stack, traits.effect == Effect::InPlace, operands.requiresGrad && at::GradMode::is_enabled());
   runBelowAutograd(op, traits, operands, *stack);
 }
 
@@ -313,6 +314,11 @@ OperationWatch::Kernels kernelsFor(const c10::OperatorHandle& op, bool late) {
     kernels.emplace_back(DispatchKey::AutogradPrivateUse1, boxed<AutogradKernel>(op, traits, late));
   }
   kernels.emplace_back(DispatchKey::PrivateUse1, boxed<BackendKernel>(traits));
+  // Where there is a kernel for nested tensors, PyTorch takes the composite one beside operands of another backend.
+  if (op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
+      op.hasKernelForDispatchKey(DispatchKey::NestedTensorCPU)) {
+    kernels.emplace_back(DispatchKey::NestedTensorPrivateUse1, c10::KernelFunction::makeFromBoxedFunction<&layoutFallback>());
+  }
   return kernels;
 }
 
@@ -353,11 +359,15 @@ OFFLOAD_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
 }
 
 OFFLOAD_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&sparseFallback>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&layoutFallback>());
 }
 
 OFFLOAD_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&sparseFallback>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&layoutFallback>());
+}
+
+OFFLOAD_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&layoutFallback>());
 }
 
 OFFLOAD_LIBRARY_IMPL(_, PrivateUse1, m) {

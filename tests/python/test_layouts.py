@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COMPUTE, CPU, OFFLOAD, assert_same, data, says
+from helpers import COMPUTE, CPU, OFFLOAD, assert_same, data, same, says
 from torch import nn
 
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -141,6 +141,35 @@ def test_nested_tensors(make):
     says(RuntimeError, NESTED, make)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "operation",
+    [
+        F.linear,
+        lambda nested, w: F.layer_norm(nested, (3,), w[0], w[1]),
+        lambda nested, w: nested * w.sum(),
+    ],
+    ids=["linear", "layer_norm", "mul"],
+)
+def test_nested_tensors_elsewhere_beside_offload(operation):
+    def run(device):
+        nested = torch.nested.nested_tensor([data(2, 3), data(4, 3, seed=1)])
+        return operation(nested, data(5, 3, device=device, seed=2)).to_padded_tensor(0.0)
+
+    same(run)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_have_no_gradients():
+    nested = torch.nested.nested_tensor([data(2, 3), data(4, 3, seed=1)])
+    weight = data(5, 3, device=OFFLOAD).requires_grad_()
+    sentence = (
+        "offload: aten::linear of a nested tensor and offload tensors has no gradient; call it under torch.no_grad(), make "
+        "the nested tensor one of layout torch.jagged, or pad it."
+    )
+    says(RuntimeError, sentence, lambda: F.linear(nested, weight))
+
+
 def test_jagged_tensors():
     def run(device):
         parts = [data(2, 3, device=device), data(3, 3, device=device, seed=1)]
@@ -228,8 +257,14 @@ def test_numpy_of_an_offload_tensor(read):
 
 @pytest.mark.parametrize(
     "read",
-    [torch.from_dlpack, torch.Tensor.__dlpack__, torch.Tensor.__dlpack_device__, numpy.from_dlpack],
-    ids=["torch", "capsule", "device", "numpy"],
+    [
+        torch.from_dlpack,
+        torch.Tensor.__dlpack__,
+        torch.Tensor.__dlpack_device__,
+        torch.utils.dlpack.to_dlpack,
+        numpy.from_dlpack,
+    ],
+    ids=["torch", "capsule", "device", "function", "numpy"],
 )
 def test_dlpack_of_an_offload_tensor(read):
     refused = (

@@ -171,6 +171,23 @@ def test_transformer_encoder_without_gradients(eval_mode):
     same(run)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_transformer_encoder_of_padded_input(mode):
+    """PyTorch makes a nested tensor of the input, so that nothing is computed for padding; of offload input it makes none."""
+    padding = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]]).bool()
+
+    def run(device, fed_from=COMPUTE):
+        torch.manual_seed(0)
+        net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval().to(device)
+        with mode():
+            return net(torch.randn(2, 5, 8).to(fed_from), src_key_padding_mask=padding.to(fed_from)).cpu()
+
+    expected = run(COMPUTE)
+    assert_same(run(OFFLOAD), expected)
+    torch.testing.assert_close(run(OFFLOAD, OFFLOAD)[~padding], expected[~padding])
+
+
 def test_batch_norm_statistics():
     """Its schema doesn't say that the running statistics are written to."""
 
