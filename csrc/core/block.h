@@ -53,6 +53,8 @@ struct Block {
   int leases = 0;
   /// How often a device result became its value since the host read it last.
   std::uint32_t adoptions = 0;
+  /// Such a result is copied to the host at once. Set before the first.
+  bool goesHome = false;
   /// Of a gradient: where the host bytes begin of what it is the gradient of, as a name only; null where that isn't known.
   const void* gradientOf = nullptr;
   /// For Schedule: how often any extent was fetched, and whether it knows one.

@@ -19,7 +19,7 @@ void Forecast::follow(Block& block, Extent extent) {
   Entry& entry = entryOf(block, extent);
   const bool foretold = followed_ != kNowhere && holds(followed_ + 1) && at(followed_ + 1).entry == &entry;
   const std::uint64_t index = count();
-  history_.push_back({&entry, entry.last, entry.last != kNowhere && entry.version != block.version});
+  history_.push_back({&entry, entry.last, entry.last != kNowhere ? block.version - entry.version : 0});
   entry.last = index;
   entry.version = block.version;
   block.scheduled = true;
@@ -37,7 +37,11 @@ Forecast::Expected Forecast::expected(std::uint64_t distance) const {
   const Occurrence& occurrence = at(followed_ + distance);
   if (occurrence.entry == nullptr) return {};
   const Entry& entry = *occurrence.entry;
-  return {entry.block, entry.extent, occurrence.written && entry.version == entry.block->version};
+  std::uint64_t writes = 0; // that there will have been by then
+  for (std::uint64_t index = followed_ + distance; holds(index) && index > followed_; index = at(index).before) {
+    writes += at(index).writes;
+  }
+  return {entry.block, entry.extent, writes > entry.block->version - entry.version};
 }
 
 Forecast::Entry& Forecast::entryOf(Block& block, Extent extent) {

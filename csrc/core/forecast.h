@@ -11,8 +11,8 @@
 // past in common with the new place, or, where that is a few fetches away, half of the run if that is more: a layer that is left out
 // does not make the order another one.
 //
-// What the host writes between two fetches, as an optimizer does, must not be copied before that has happened: a fetch that found
-// a newer version than the one before it is expected to do so again.
+// What is written between two fetches, as by an optimizer, must not be copied before that has happened, neither for the next fetch nor
+// for one after it: a fetch that found so many writes since the one before it is expected to find as many again.
 #pragma once
 
 #include "core/extent.h"
@@ -65,7 +65,7 @@ class Forecast {
   struct Occurrence {
     Entry* entry; // null once the Block is gone
     std::uint64_t before; // the occurrence of the same entry before this one
-    bool written; // the Block was, between the two
+    std::uint64_t writes; // to the Block, between the two
   };
 
   Entry& entryOf(Block& block, Extent extent);

@@ -13,6 +13,9 @@
 // state a fetch makes room for one, so a batch waits until there is room for `batchBytes`, or for half of what may be ahead; the other
 // half is what comes first. A fetch waits for no batch: what has no copy yet it copies itself.
 //
+// What the host will write first has to wait, and so has what comes after it in an order of forward and backward, which are the same
+// Blocks. The end of the write that is waited for is the other occasion to ask what comes next.
+//
 // A wrong guess costs the copies that were made, and no result. It doubles how long the order must have been the expected one before
 // another guess is made, every copy of it beyond the first adds one, and each right copy takes one off: an order that can't be foretold is
 // streamed. Nor is anything kept for what such an order seems to want next: that would push out what is used often.
@@ -248,6 +251,46 @@ void Residency::prefetchMore(Device& dev, Ahead next) noexcept {
     }
     release(retired);
   }
+}
+
+// The host has written to a Block, and whatever comes first has waited for that: so a step of an optimizer is followed by copies.
+void Residency::goOnAhead(const Block& written) noexcept {
+  for (auto& dev : devices_) {
+    Ahead next;
+    Slots retired;
+    try {
+      Lock lock(mutex_);
+      const Forecast& forecast = dev->schedule.forecast();
+      if (dev->unwritten <= forecast.count()) continue;
+      const auto first = forecast.expected(dev->unwritten - forecast.count());
+      if (first.block != &written || first.writtenFirst) continue;
+      dev->horizon = std::exchange(dev->unwritten, 0) - 1;
+      next = foresee(*dev, false, retired);
+    } catch (...) {
+      // The fetch itself will copy.
+    }
+    release(retired);
+    prefetchMore(*dev, std::move(next));
+  }
+}
+
+Pin Residency::fetchAhead(Block& block, Extent extent, Stream stream) {
+  const auto audited = audit("fetchAhead", &block);
+  refuseCapture(stream, "fetch");
+  settle();
+  if (extent.bytes() == 0) return {};
+  requireWithin(block, extent);
+  Device& dev = device(stream.device);
+  Lock lock(mutex_);
+  if (auto slot = awaitNewest(lock, block, extent, stream.device)) {
+    dev.queue.pin(slot);
+    lock.unlock();
+    std::byte* const data = slot->data + (extent.begin - slot->extent.begin);
+    return {*this, std::move(slot), data, {}};
+  }
+  ++dev.queue.stats.prefetches;
+  Slots retired;
+  return copyToDevice(lock, dev, block, extent, {}, retired, nullptr);
 }
 
 } // namespace offload

@@ -97,8 +97,16 @@ class Residency {
   /// while the stream is being captured.
   Pin fetch(Block& block, Extent extent, Stream stream);
 
+  /// Copies these bytes to the device of `stream`, where they are not there, for a fetch to find as long as the Pin is held. Its memory
+  /// is not for use: nothing waits for the copy.
+  Pin fetchAhead(Block& block, Extent extent, Stream stream);
+
+  /// The Block that the Pin's bytes are the newest of, and one more of its owners; null where it was written to since, or is gone.
+  Block* retainSource(const Pin& pin);
+
   /// Makes device memory that `producer` has just written the newest value of the whole Block, without a copy on the device. It
-  /// goes home when its room is wanted or the host asks, gradients by Note [When a gradient goes home]; at once in a Shared Block.
+  /// goes home when its room is wanted or the host asks, gradients by Note [When a gradient goes home]; at once where the Block is
+  /// Shared, or goesHome.
   void adopt(Block& block, DeviceBuffer buffer, Stream producer);
 
   /// Copies an extent home from device memory that somebody else owns. Work enqueued on `producer` later may overwrite it.
@@ -195,6 +203,8 @@ class Residency {
   const Device& device(int index) const;
   std::shared_ptr<Slot> find(const Block& block, Extent extent, int device) const;
   void awaitIssued(Lock& lock, const Block& block);
+  Pin copyToDevice(
+      Lock& lock, Device& dev, Block& block, Extent extent, std::vector<Stream> streams, Slots& retired, bool* tooLarge);
   std::shared_ptr<Slot> awaitNewest(Lock& lock, Block& block, Extent extent, int device);
   std::shared_ptr<Slot> takeResult(Device& device, const Block& block, DeviceBuffer buffer);
   std::shared_ptr<Slot> dirtyOf(const Block& block) const;
@@ -212,6 +222,7 @@ class Residency {
   Block* stillExpected(const Device& device, const Slot& slot) const;
   bool prefetch(Device& device, const std::vector<Pin>& batch) noexcept;
   void prefetchMore(Device& device, Ahead next) noexcept;
+  void goOnAhead(const Block& written) noexcept;
   void look(Device& device);
   void endPass(Device& device);
   void plan(Device& device);

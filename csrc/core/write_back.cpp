@@ -60,7 +60,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     if (dirtyOf(block) == slot) {
       if (leased) {
         writeHome(lock, slot);
-      } else if (isLastWrite(block)) {
+      } else if (block.goesHome || isLastWrite(block)) {
         tryWriteHome(lock, slot);
       }
     }
@@ -135,6 +135,18 @@ void Residency::bringHome(const Pin& pin, Stream producer) {
   store(*block, slot->extent, slot->data, producer);
   Lock lock(mutex_);
   if (slot->block == block && block->version == before + 1) slot->version = block->version;
+}
+
+Block* Residency::retainSource(const Pin& pin) {
+  Lock lock(mutex_);
+  const auto& slot = pin.slot_;
+  if (!slot || slot->block == nullptr || !holdsNewest(*slot, *slot->block)) return nullptr;
+  // The last owner may be on his way to forget(), which waits for this mutex; he is not to be joined.
+  int owners = slot->block->owners.load(std::memory_order_relaxed);
+  while (owners > 0) {
+    if (slot->block->owners.compare_exchange_weak(owners, owners + 1, std::memory_order_relaxed)) return slot->block;
+  }
+  return nullptr;
 }
 
 // What adopt() is for a Shared Block: nothing of it stays on the device. The memory goes after its producer, whether the copy succeeds

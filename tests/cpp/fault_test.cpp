@@ -59,6 +59,11 @@ const std::vector<Scenario>& scenarios() {
          on.more.push_back(on.rig.newBlock(1 << 16));
          on.rig.arena.trim();
        }},
+      {"fetch ahead, and then fetch", nothing,
+       [](Faulty& on) {
+         const Pin ahead = on.rig.cache.fetchAhead(*on.one, {0, kBytes}, on.stream);
+         fetch(on);
+       }},
       {"share", nothing, share},
       {"fetch after another process wrote", foreignWrite, fetch},
       {"store into shared memory", share, store},

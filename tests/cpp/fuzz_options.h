@@ -8,6 +8,7 @@ namespace offload::core_test {
 inline constexpr std::size_t kSteps = 60;
 inline constexpr std::size_t kMostBlocks = 6;
 inline constexpr std::size_t kMostPins = 8;
+inline constexpr std::size_t kMostAhead = 3;
 inline constexpr std::size_t kMostBytes = 2048; // of a Block
 
 enum class Kind {

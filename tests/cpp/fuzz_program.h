@@ -103,7 +103,7 @@ class Program {
       case 26:
         return holdLease();
       case 27:
-        return alsoUse(pick(pins_));
+        return random_.oneIn(2) ? alsoUse(pick(pins_)) : fetchAhead();
       case 28:
         return forget(random_.below(models_.size()));
       case 29:
@@ -304,6 +304,14 @@ class Program {
     }
   }
 
+  /// Has a few extents come, or lets go of them.
+  void fetchAhead() {
+    Model& from = model();
+    if (ahead_.size() == kMostAhead || from.beingWritten()) return ahead_.clear();
+    const Range part = range(from);
+    ahead_.push_back(rig_.cache.fetchAhead(*from.block, {part.begin, part.begin + part.bytes}, stream()));
+  }
+
   void read(std::vector<Held>::iterator held) {
     if (held == pins_.end()) return;
     const void* const data = held->pin.data();
@@ -462,6 +470,7 @@ class Program {
       forget(models_.size() - 1);
     }
     pins_.clear();
+    ahead_.clear();
     for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
       rig_.cache.emptyCache(device);
       const ResidencyStats stats = rig_.cache.stats(device);
@@ -492,6 +501,7 @@ class Program {
   std::vector<Stream> streams_; // three of each device, the first its null stream
   std::vector<Model> models_;
   std::vector<Held> pins_;
+  std::vector<Pin> ahead_;
   std::uint64_t values_ = 0;
   std::size_t writesOfOthers_ = 0;
 };

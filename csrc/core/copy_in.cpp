@@ -1,0 +1,101 @@
+// How extents get device memory and their bytes.
+#include "core/error.h"
+#include "core/residency.h"
+
+#include <utility>
+
+namespace offload {
+
+// A new Slot for what no device has. Lets go of the mutex meanwhile, and releases what has been retired; when this throws, the mutex
+// is not held. `tooLarge` is for a fetch that is due now: whether it is worth a word about the ring.
+Pin Residency::copyToDevice(
+    Lock& lock, Device& dev, Block& block, Extent extent, std::vector<Stream> streams, Slots& retired, bool* tooLarge) {
+  const std::size_t shift = (block.address() + extent.begin) % kAlignment;
+  auto slot = std::make_shared<Slot>();
+  slot->extent = extent;
+  slot->device = dev.index;
+  slot->version = block.version;
+  slot->host = static_cast<const std::byte*>(block.data) + extent.begin;
+  slot->purpose = block.purpose;
+  slot->gradientOf = block.gradientOf;
+  slot->buffer.bytes = extent.bytes() + shift;
+  if (block.file) retireStale(block, retired); // of a read that has failed
+  const std::size_t bytes = slot->buffer.bytes;
+  const bool room = dev.queue.budgetedBytes() + bytes <= dev.budget;
+  const bool stays = room && dev.schedule.keeps(block, extent, room);
+  dev.ring = ring(bytes);
+  if (tooLarge != nullptr) *tooLarge = !stays && ringIsSet_ && 2 * bytes > ringBytes_ && !std::exchange(warned_, true);
+  if (dev.queue.makeRoom(stays ? 0 : bytes, dev.ring, retired)) pauseLending(dev);
+  dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
+  if (!stays) dev.schedule.missed(extent.bytes());
+  std::vector<Token> after;
+  block.writers.appendTo(after);
+  ++block.issuing;
+  lock.unlock();
+
+  release(retired);
+  Pin pinned(*this, slot, nullptr, std::move(streams)); // gives the Slot up if anything throws
+  TokenSet reads;
+  std::exception_ptr failure;
+  try {
+    // All that is left to write of it: its bytes are charged.
+    slot->buffer.home = dev.transfer.deviceBound();
+    slot->buffer.data = allocate(dev, bytes);
+    slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
+    const Activity activity = tooLarge != nullptr ? Activity::Fetch : Activity::Prefetch;
+    const auto span = observe({activity, dev.index, slot->host, extent.bytes(), block.purpose, block.gradientOf});
+    copyIn(*slot, block, dev, after, reads);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+
+  lock.lock();
+  --block.issuing;
+  block.readers.add(reads); // the copy may be on its way although something failed
+  if (!failure) {
+    slot->become(SlotState::Clean);
+    slot->block = &block;
+    block.slots.push_back(slot);
+    dev.lastCopy = slot->ready;
+    pinned.data_ = slot->data;
+  } else {
+    lock.unlock();
+  }
+  issued_.notify_all();
+  if (failure) std::rethrow_exception(failure);
+  return pinned;
+}
+
+void Residency::copyIn(Slot& slot, const Block& block, Device& dev, const std::vector<Token>& after, TokenSet& reads) {
+  if (options_.poison) link_.fill(slot.buffer.data, 0xFF, slot.buffer.bytes, slot.buffer.home);
+  if (block.file && block.file->inFile()) {
+    block.file->prepare(Access::Read);
+    slot.fileFailures = block.file->failures();
+    slot.ready = dev.transfer.fileToDevice(slot.data, block.file, slot.extent, after, reads, readErrors_);
+  } else {
+    slot.ready = dev.transfer.toDevice(slot.data, slot.host, slot.extent.bytes(), memoryOf(block), after, reads);
+  }
+}
+
+// Of page-locked memory, where it is more than one.
+void Residency::copyAllIn(const std::vector<Copying>& batch, Device& dev, const std::vector<Token>& after, TokenSet& reads) {
+  if (batch.size() == 1) return copyIn(*batch[0].slot, *batch[0].block, dev, after, reads);
+  std::vector<Copy> copies;
+  for (const auto& [slot, block] : batch) {
+    if (options_.poison) link_.fill(slot->buffer.data, 0xFF, slot->buffer.bytes, slot->buffer.home);
+    copies.push_back({slot->data, slot->host, slot->extent.bytes()});
+  }
+  const Token done = dev.transfer.allToDevice(std::move(copies), after, reads);
+  for (const auto& [slot, block] : batch) slot->ready = done;
+}
+
+void* Residency::allocate(Device& dev, std::size_t bytes) {
+  try {
+    return link_.allocate(bytes, dev.transfer.deviceBound());
+  } catch (const OutOfMemory&) {
+    if (emptyCache(dev.index) == 0) throw;
+  }
+  return link_.allocate(bytes, dev.transfer.deviceBound());
+}
+
+} // namespace offload
