@@ -18,6 +18,7 @@ from torch_offload import _register  # noqa: E402
 
 _register.register(_C)
 
+from torch_offload._saved_tensors import keep_saved_tensors, offload_activations, saved_tensors  # noqa: E402
 from torch_offload._scopes import on_host  # noqa: E402
 from torch_offload._trace import trace  # noqa: E402
 from torch_offload.device import (  # noqa: E402
@@ -39,10 +40,13 @@ __all__ = [
     "empty_cache",
     "get_budget",
     "get_ring_bytes",
+    "keep_saved_tensors",
     "load",
     "memory_stats",
     "memory_summary",
+    "offload_activations",
     "on_host",
+    "saved_tensors",
     "set_budget",
     "set_ring_bytes",
     "stats",

@@ -222,6 +222,10 @@ c10::DataPtr Context::sharedBlock(std::shared_ptr<SharedMemory> memory, c10::Dev
 
 c10::DataPtr Context::retain(Block& block) {
   block.owners.fetch_add(1, std::memory_order_relaxed);
+  return owned(block);
+}
+
+c10::DataPtr Context::owned(Block& block) {
   return {block.data, &block, &Context::deleteBlock, c10::Device(kOffload, static_cast<c10::DeviceIndex>(block.device))};
 }
 
@@ -236,7 +240,7 @@ c10::DataPtr Context::listed(Block* block) {
   std::lock_guard lock(blocksMutex_);
   blocks_[block->data] = block;
   accounts_.open(*block);
-  return {block->data, block, &Context::deleteBlock, c10::Device(kOffload, static_cast<c10::DeviceIndex>(block->device))};
+  return owned(*block);
 }
 
 void Context::deleteBlock(void* context) noexcept {

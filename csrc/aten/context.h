@@ -95,6 +95,8 @@ class Context {
   c10::DataPtr sharedBlock(std::shared_ptr<SharedMemory> memory, c10::DeviceIndex index, Purpose purpose = Purpose::Temporary);
   /// One more owner of a Block, which lives until all have gone: a storage may get another one while something reads the old.
   static c10::DataPtr retain(Block& block);
+  /// For one who has been counted as an owner already.
+  static c10::DataPtr owned(Block& block);
   /// The same over bytes of a file.
   c10::DataPtr fileBlock(std::shared_ptr<FileBytes> file, std::size_t bytes, c10::DeviceIndex index);
 

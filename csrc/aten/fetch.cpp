@@ -14,6 +14,7 @@ namespace {
 
 struct FetchedMemory {
   Pin pin;
+  Extent extent; // of the Block, from where the memory begins on
   std::mutex mutex{}; // of the Pin's streams
 };
 
@@ -30,19 +31,32 @@ void deleteAliased(void* memory) {
   delete static_cast<AliasedMemory*>(memory);
 }
 
-// The bytes of a fetch, from the aligned beginning of the extent on.
-c10::DataPtr fetchBytes(const at::Tensor& offload, const Extent& extent, c10::Device target) {
+c10::DataPtr fetchBytes(Block& block, const Extent& extent, c10::Device target) {
   const c10::Device device = target.is_cpu() ? c10::Device(c10::kCPU) : target;
-  if (extent.bytes() == 0) return {nullptr, device};
   Context& context = Context::get();
   Pin pin;
   try {
-    pin = context.residency().fetch(blockOf(offload.storage()), extent, context.currentStream(target.index()));
+    pin = context.residency().fetch(block, extent, context.currentStream(target.index()));
   } catch (const OutOfMemory& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   }
   void* data = pin.data();
-  return {data, new FetchedMemory{std::move(pin)}, &deleteFetched, device};
+  return {data, new FetchedMemory{std::move(pin), extent}, &deleteFetched, device};
+}
+
+// The bytes of a fetch, from the aligned beginning of the extent on.
+c10::DataPtr fetchBytes(const at::Tensor& offload, const Extent& extent, c10::Device target) {
+  if (extent.bytes() == 0) return {nullptr, target.is_cpu() ? c10::Device(c10::kCPU) : target};
+  return fetchBytes(blockOf(offload.storage()), extent, target);
+}
+
+// Memory of a tensor that was fetched through the cache, if it has that now.
+FetchedMemory* fetchedMemory(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return nullptr;
+  auto& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (compat::isReleased(storage)) return nullptr;
+  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
+  return data.get_deleter() == &deleteFetched ? static_cast<FetchedMemory*>(data.get_context()) : nullptr;
 }
 
 at::Tensor fetchAlias(const at::Tensor& offload) {
@@ -202,25 +216,42 @@ bool isFetched(const at::Tensor& tensor) {
 
 bool useFetchedOn(const at::Tensor& tensor, Stream stream) {
   if (!tensor.has_storage()) return false;
-  auto& storage = *tensor.storage().unsafeGetStorageImpl();
-  if (compat::isReleased(storage)) return true; // it has none now
-  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
-  if (data.get_deleter() != &deleteFetched) return false;
-  auto* memory = static_cast<FetchedMemory*>(data.get_context());
+  if (compat::isReleased(*tensor.storage().unsafeGetStorageImpl())) return true; // it has no memory now
+  FetchedMemory* const memory = fetchedMemory(tensor);
+  if (memory == nullptr) return false;
   std::lock_guard lock(memory->mutex);
   memory->pin.alsoUsedOn(stream);
   return true;
 }
 
 void bringHome(const at::Tensor& fetched) {
-  if (!fetched.has_storage()) return;
-  auto& storage = *fetched.storage().unsafeGetStorageImpl();
-  if (compat::isReleased(storage)) return;
-  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
-  if (data.get_deleter() != &deleteFetched) return;
+  const FetchedMemory* const memory = fetchedMemory(fetched);
+  if (memory == nullptr) return;
   const Context& context = Context::get();
-  const Pin& pin = static_cast<FetchedMemory*>(data.get_context())->pin;
-  context.residency().bringHome(pin, context.currentStream(static_cast<c10::DeviceIndex>(pin.device())));
+  const auto index = static_cast<c10::DeviceIndex>(memory->pin.device());
+  context.residency().bringHome(memory->pin, context.currentStream(index));
+}
+
+std::optional<FetchedSource> sourceOf(const at::Tensor& fetched) {
+  const FetchedMemory* const memory = fetchedMemory(fetched);
+  if (memory == nullptr || !memory->pin) return {};
+  Block* const block = Context::get().residency().retainSource(memory->pin);
+  if (block == nullptr) return {};
+  return FetchedSource{Context::owned(*block), memory->extent, memory->pin.device()};
+}
+
+c10::Storage fetchStorage(Block& block, Extent extent, c10::Device target) {
+  return {c10::Storage::use_byte_size_t(), extent.bytes(), fetchBytes(block, extent, target), nullptr, false};
+}
+
+c10::DataPtr sendHome(const c10::Storage& storage, Purpose purpose, Stream producer) {
+  Context& context = Context::get();
+  auto data = context.newBlock(storage.nbytes(), static_cast<c10::DeviceIndex>(producer.device), Born::Device, purpose);
+  auto& block = *static_cast<Block*>(data.get_context());
+  block.goesHome = true;
+  DeviceBuffer buffer{const_cast<void*>(storage.data()), storage.nbytes(), producer, keep(storage)};
+  context.residency().adopt(block, std::move(buffer), producer);
+  return data;
 }
 
 void releaseFetched(const at::Tensor& fetched) {

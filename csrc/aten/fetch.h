@@ -46,6 +46,22 @@ bool useFetchedOn(const at::Tensor& tensor, Stream stream);
 /// been written to since. The caller keeps the source alive.
 void bringHome(const at::Tensor& fetched);
 
+/// What a tensor's memory was fetched of through the cache.
+struct FetchedSource {
+  c10::DataPtr block; // one of its owners
+  Extent extent;
+  int device;
+};
+/// None where the memory was not fetched, or has been released, or the Block was written to since or is gone.
+std::optional<FetchedSource> sourceOf(const at::Tensor& fetched);
+
+/// An extent, which isn't empty, on a target of fetchTo() that is cached.
+c10::Storage fetchStorage(Block& block, Extent extent, c10::Device target);
+
+/// A new Block with the bytes of a storage on a device, which `producer` has written and nobody will write to again. They are copied to
+/// the host at once, and the storage is let go when room is wanted.
+c10::DataPtr sendHome(const c10::Storage& storage, Purpose purpose, Stream producer);
+
 /// Has `record_stream` ask for that; to be called once, at first use.
 void interceptRecordStream();
 

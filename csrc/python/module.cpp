@@ -19,6 +19,7 @@
 #include "python/elementwise.h"
 #include "python/file_bindings.h"
 #include "python/purposes.h"
+#include "python/saved_tensors.h"
 #include "python/snapshot.h"
 
 #include <c10/util/Exception.h>
@@ -229,6 +230,7 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("ring_bytes", [] { return context().hasCache() ? context().residency().ringBytes() : 0; });
   bindFiles(m);
+  bindSavedTensors(m);
   m.def("set_ring_bytes", [](std::size_t bytes) {
     if (context().hasCache()) context().residency().setRingBytes(bytes);
   });

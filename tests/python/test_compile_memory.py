@@ -1,5 +1,6 @@
 """Compiled graphs beside the cache: what others read is never written to, and nothing that was fetched is kept."""
 
+import contextlib
 import re
 
 import pytest
@@ -8,6 +9,8 @@ from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
 from helpers import COMPUTE, HOST, OFFLOAD, SIM, assert_same, at, data
 from torch import nn
 from torch._inductor.utils import run_and_get_code
+
+import torch_offload
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -182,3 +185,23 @@ def test_a_graph_holds_a_few_weights_at_a_time(backend, training):
     finally:
         torch.offload.set_budget("auto"), torch.offload.set_ring_bytes(before)
     assert 0 < peak <= 1.1 * ring
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("device", [COMPUTE, OFFLOAD], ids=["plain", "offload"])
+def test_what_a_graph_saves_goes_to_the_host(backend, device):
+    def train(function, region):
+        net.zero_grad()
+        x = data(3, 8).requires_grad_()
+        with region:
+            y = function(x)
+        torch_offload.empty_cache()
+        y.sum().backward()
+        return [y, x.grad, *[p.grad for p in net.parameters()]]
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh()).to(device)
+    function = compiled(net, backend)
+    expected = train(function, contextlib.nullcontext())
+    actual = train(function, torch_offload.saved_tensors(min_bytes=0))
+    assert_same(actual, expected)

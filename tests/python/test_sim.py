@@ -20,6 +20,8 @@ AUTOGRAD = [
     "test_autograd_operations.py",
     "test_hooks.py",
     "test_saved_tensors.py",
+    "test_saved_activations.py",
+    "test_second_order.py",
     "test_custom_functions.py",
     "test_threads_streams.py",
 ]

@@ -1,0 +1,279 @@
+#include "autograd/saved_tensors.h"
+
+#include "core/error.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace offload {
+namespace {
+
+constexpr int kMostLookedAt = 32; // of those that wait, whenever something is saved
+constexpr std::size_t kMostAhead = 16; // copies, with each that is asked for
+
+constexpr c10::DispatchKeySet kWrappers({
+    c10::DispatchKey::Python,
+    c10::DispatchKey::Functionalize,
+    c10::DispatchKey::FuncTorchBatched,
+    c10::DispatchKey::FuncTorchGradWrapper,
+});
+
+bool isPlain(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == c10::kStrided && !tensor.key_set().has_any(kWrappers) && tensor.has_storage() &&
+      !tensor.is_quantized() && !tensor._is_zerotensor() && tensor.storage().nbytes() > 0;
+}
+
+c10::DeviceIndex indexOf(const at::Tensor& tensor) {
+  return tensor.is_cuda() ? tensor.device().index() : currentIndex();
+}
+
+at::Tensor withoutMemory(const at::Tensor& tensor) {
+  const c10::Device device = tensor.device();
+  c10::Storage none(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), nullptr, false);
+  return tensorOver(std::move(none), device.type(), tensor, tensor.storage_offset());
+}
+
+at::Tensor detached(const at::Tensor& tensor) {
+  const at::AutoGradMode mode(false);
+  return tensor.detach();
+}
+
+} // namespace
+
+// ---- one storage
+
+SavedStorage::SavedStorage(std::shared_ptr<SavedTensors> owner, c10::Storage storage, c10::Device target, Stream stream)
+    : owner_(std::move(owner)),
+      target_(target),
+      stream_(stream),
+      bytes_(storage.nbytes()),
+      storage_(std::move(storage)),
+      extent_{0, bytes_},
+      restored_(c10::intrusive_ptr<c10::StorageImpl>()),
+      key_(storage_.unsafeGetStorageImpl()) {}
+
+SavedStorage::SavedStorage(std::shared_ptr<SavedTensors> owner, FetchedSource source, c10::Device target)
+    : owner_(std::move(owner)),
+      target_(target),
+      bytes_(source.extent.bytes()),
+      block_(std::move(source.block)),
+      extent_(source.extent),
+      restored_(c10::intrusive_ptr<c10::StorageImpl>()),
+      key_(nullptr) {}
+
+SavedStorage::~SavedStorage() {
+  owner_->forget(*this);
+}
+
+c10::Storage SavedStorage::memory() {
+  const std::lock_guard lock(mutex_);
+  if (storage_) return storage_;
+  if (auto alive = restored_.lock()) return c10::Storage(std::move(alive));
+  c10::Storage storage = fetchStorage(*static_cast<Block*>(block_.get_context()), extent_, target_);
+  restored_ = storage.getWeakStorageImpl();
+  ahead_ = {};
+  return storage;
+}
+
+// Whether nothing is left to do.
+bool SavedStorage::tryToGoHome() {
+  const std::lock_guard lock(mutex_);
+  if (!storage_) return true;
+  if (storage_.use_count() > 1) return false;
+  block_ = sendHome(storage_, Purpose::Activation, stream_);
+  storage_ = {};
+  return true;
+}
+
+void SavedStorage::fetchAhead(Stream stream) noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    if (storage_ || ahead_ || restored_.use_count() > 0) return;
+    ahead_ = Context::get().residency().fetchAhead(*static_cast<Block*>(block_.get_context()), extent_, stream);
+  } catch (...) {
+    // The fetch itself will say what is wrong.
+  }
+}
+
+// ---- one tensor
+
+SavedTensor::SavedTensor(std::shared_ptr<SavedStorage> storage, const at::Tensor& tensor)
+    : storage_(std::move(storage)),
+      kept_(storage_ ? withoutMemory(tensor) : detached(tensor)),
+      version_(tensor.unsafeGetTensorImpl()->version_counter()),
+      savedVersion_(version_.enabled() ? version_.current_version() : 0) {}
+
+void SavedTensor::refuseChanged() const {
+  std::ostringstream sizes;
+  if (!kept_.is_nested()) sizes << " " << kept_.sizes();
+  TORCH_CHECK(
+      false, "one of the variables needed for gradient computation has been modified by an inplace operation: [",
+      kept_.toString(), sizes.str(), "] is at version ", version_.current_version(), "; expected version ", savedVersion_,
+      " instead. (It was saved within torch_offload.saved_tensors.)");
+}
+
+at::Tensor SavedTensor::unpack() const {
+  if (version_.enabled() && version_.current_version() != savedVersion_) refuseChanged();
+  if (!storage_) return kept_;
+  auto result = tensorOver(storage_->memory(), kept_.device().type(), kept_, kept_.storage_offset());
+  if (version_.enabled()) result.unsafeGetTensorImpl()->set_version_counter(version_);
+  return result;
+}
+
+// ---- a region
+
+bool SavedTensors::mayGoHome(const at::Tensor& tensor) const {
+  const Context& context = Context::get();
+  return options_.activations && context.hasCache() && isPlain(tensor) && tensor.device().type() == context.computeType() &&
+      tensor.storage().nbytes() >= options_.minBytes && !isFetched(tensor) &&
+      !context.link()->capturing(context.currentStream(indexOf(tensor)));
+}
+
+std::shared_ptr<SavedTensor> SavedTensors::pack(const at::Tensor& tensor, bool home) {
+  return std::make_shared<SavedTensor>(storageOf(tensor, home), tensor);
+}
+
+// Null where the tensor is to be kept as it is.
+std::shared_ptr<SavedStorage> SavedTensors::storageOf(const at::Tensor& tensor, bool home) {
+  if (!Context::get().hasCache()) return nullptr;
+  sendHomeWhatMayGo();
+  if (!isPlain(tensor)) return nullptr;
+  if (auto source = sourceOf(tensor)) {
+    const c10::Device target = pairedDevice(static_cast<c10::DeviceIndex>(source->device));
+    return std::make_shared<SavedStorage>(shared_from_this(), std::move(*source), target);
+  }
+  return home && mayGoHome(tensor) ? noteDown(tensor) : nullptr;
+}
+
+std::shared_ptr<SavedStorage> SavedTensors::noteDown(const at::Tensor& tensor) {
+  const c10::Storage& storage = tensor.storage();
+  const c10::DeviceIndex index = indexOf(tensor);
+  std::shared_ptr<SavedStorage> made;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto known = known_.find(storage.unsafeGetStorageImpl());
+    if (known != known_.end()) {
+      if (auto saved = known->second.lock()) return saved;
+    }
+  }
+  made = std::make_shared<SavedStorage>(shared_from_this(), storage, pairedDevice(index), Context::get().currentStream(index));
+  const std::lock_guard lock(mutex_);
+  made->number_ = ++count_;
+  made->place_ = order_.insert(order_.end(), made.get());
+  known_[made->key_] = made;
+  waiting_.push_back(made);
+  return made;
+}
+
+// What is still held by others waits on, behind the rest.
+void SavedTensors::sendHomeWhatMayGo() {
+  for (int looked = 0; looked < kMostLookedAt; ++looked) {
+    std::shared_ptr<SavedStorage> next;
+    {
+      const std::lock_guard lock(mutex_);
+      while (!next && !waiting_.empty()) {
+        next = waiting_.front().lock();
+        waiting_.pop_front();
+      }
+    }
+    if (!next) return;
+    if (hostBytes_ + next->bytes_ > options_.maxHostBytes) {
+      doWithout(
+          "those on the host may take " + std::to_string(options_.maxHostBytes) + " bytes, and take " +
+          std::to_string(hostBytes_.load()) + " now");
+      continue;
+    }
+    bool gone = false;
+    try {
+      if (Context::get().link()->capturing(next->stream_)) continue;
+      gone = next->tryToGoHome();
+    } catch (const c10::OutOfMemoryError& error) {
+      doWithout(error.what_without_backtrace());
+      continue;
+    } catch (const Error& error) {
+      doWithout(error.what());
+      continue;
+    }
+    const std::lock_guard lock(mutex_);
+    if (!gone) {
+      waiting_.push_back(next);
+    } else if (!std::exchange(next->isHome_, true)) {
+      hostBytes_ += next->bytes_;
+      known_.erase(next->key_);
+    }
+  }
+}
+
+void SavedTensors::doWithout(const std::string& why) {
+  if (warned_.exchange(true)) return;
+  TORCH_WARN("offload: saved tensors stay on the device: ", why, ". (Said once for each torch_offload.saved_tensors.)");
+}
+
+at::Tensor SavedTensors::unpack(const SavedTensor& saved) {
+  at::Tensor result = saved.unpack();
+  if (saved.storage_) fetchAheadOf(*saved.storage_);
+  return result;
+}
+
+void SavedTensors::fetchAheadOf(const SavedStorage& storage) {
+  if (!storage.place_) return;
+  const Context& context = Context::get();
+  const std::size_t most = context.residency().ringBytes() / 4;
+  std::vector<std::shared_ptr<SavedStorage>> next;
+  std::vector<Pin> passedOver; // let go outside of the lock
+  {
+    const std::lock_guard lock(mutex_);
+    // What backward has been given, or has passed over.
+    std::erase_if(ahead_, [&](SavedStorage* ahead) {
+      if (ahead->number_ < storage.number_) return false;
+      ahead->isAhead_ = false;
+      aheadBytes_ -= ahead->bytes_;
+      if (auto held = ahead->weak_from_this().lock()) next.push_back(std::move(held));
+      return true;
+    });
+  }
+  for (const auto& ahead : next) {
+    const std::lock_guard lock(ahead->mutex_);
+    ahead->ahead_ = {};
+  }
+  next.clear();
+  {
+    const std::lock_guard lock(mutex_);
+    int looked = 0;
+    for (auto place = *storage.place_; place != order_.begin() && next.size() < kMostAhead && looked < kMostLookedAt;
+         ++looked) {
+      SavedStorage& before = **--place;
+      if (!before.isHome_ || before.isAhead_) continue;
+      if (!ahead_.empty() && aheadBytes_ + before.bytes_ > most) break;
+      auto held = before.weak_from_this().lock();
+      if (!held) continue;
+      before.isAhead_ = true;
+      aheadBytes_ += before.bytes_;
+      ahead_.push_back(&before);
+      next.push_back(std::move(held));
+    }
+  }
+  const Stream stream = context.currentStream(static_cast<c10::DeviceIndex>(storage.stream_.device));
+  for (const auto& before : next) before->fetchAhead(stream);
+}
+
+void SavedTensors::forget(SavedStorage& storage) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!storage.place_) return;
+  order_.erase(*storage.place_);
+  if (storage.isHome_) {
+    hostBytes_ -= storage.bytes_;
+  } else {
+    const auto known = known_.find(storage.key_);
+    if (known != known_.end() && known->second.expired()) known_.erase(known);
+  }
+  if (storage.isAhead_) {
+    aheadBytes_ -= storage.bytes_;
+    std::erase(ahead_, &storage);
+  }
+}
+
+} // namespace offload

@@ -1,0 +1,135 @@
+// Tensors that autograd saves, kept in host memory until backward asks for them.
+#pragma once
+
+#include "aten/fetch.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace offload {
+
+struct SavedTensorsOptions {
+  /// Storages of fewer bytes stay where they are.
+  std::size_t minBytes = 0;
+  /// Host bytes that may be held at once; what is saved beyond stays where it is, which is said once.
+  std::size_t maxHostBytes = SIZE_MAX;
+  /// Whether results of operations go to the host. What is fetched of an offload tensor is never kept either way.
+  bool activations = true;
+};
+
+class SavedTensors;
+
+/// The memory of what was saved: a device's, until it is in a Block; one for all tensors that share the storage. Its members are
+/// guarded by its own mutex, under which Link calls are made, but for those that are SavedTensors'.
+class SavedStorage : public std::enable_shared_from_this<SavedStorage> {
+ public:
+  SavedStorage(std::shared_ptr<SavedTensors> owner, c10::Storage storage, c10::Device target, Stream stream);
+  SavedStorage(std::shared_ptr<SavedTensors> owner, FetchedSource source, c10::Device target);
+  ~SavedStorage();
+  SavedStorage(const SavedStorage&) = delete;
+  SavedStorage& operator=(const SavedStorage&) = delete;
+
+  /// On the device, for work on the current stream.
+  c10::Storage memory();
+
+ private:
+  friend class SavedTensors;
+
+  bool tryToGoHome();
+  void fetchAhead(Stream stream) noexcept;
+
+  const std::shared_ptr<SavedTensors> owner_;
+  const c10::Device target_; // of a fetch
+  const Stream stream_; // on which the storage was written
+  const std::size_t bytes_;
+  std::mutex mutex_;
+  c10::Storage storage_; // while its bytes are not in the Block
+  c10::DataPtr block_;
+  Extent extent_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> restored_;
+  Pin ahead_;
+
+  // Of SavedTensors, by its mutex.
+  const c10::StorageImpl* const key_;
+  std::uint64_t number_ = 0;
+  std::optional<std::list<SavedStorage*>::iterator> place_;
+  bool isHome_ = false;
+  bool isAhead_ = false;
+};
+
+/// What autograd keeps instead of a tensor, which it must not hold itself: the tensor may hold the graph.
+class SavedTensor {
+ public:
+  /// Without a storage it is kept as it is.
+  SavedTensor(std::shared_ptr<SavedStorage> storage, const at::Tensor& tensor);
+  /// Throws PyTorch's own error where the tensor has been written to since it was saved.
+  at::Tensor unpack() const;
+
+ private:
+  friend class SavedTensors;
+  [[noreturn]] void refuseChanged() const;
+
+  const std::shared_ptr<SavedStorage> storage_;
+  const at::Tensor kept_; // all of it, or its sizes, strides and dtype without memory
+  const c10::VariableVersion version_;
+  const std::uint32_t savedVersion_;
+};
+
+/// Packs and unpacks what autograd saves; one for all that is saved in one region of a program, whatever thread does.
+///
+/// Note [Saved tensors]
+/// A tensor that is saved is noted down and, with it, its storage. Once nobody else holds the storage any more, which is looked at
+/// whenever something else is saved, it becomes a result (Residency::adopt) that goes home at once: no copy on the device, no wait
+/// on any stream, and the memory is given back to PyTorch after the copy, in stream order, through the ring as all that passes. So
+/// what somebody still holds, a parameter above all, never travels, as that would free nothing; a storage that several nodes save,
+/// or through several views, travels once, and so comes back; and when backward turns round, what was saved last is still there.
+///
+/// Backward asks in the opposite order. With each storage that it is given, those saved before it are fetched ahead, within a part of
+/// the ring. Who asks in another order gets right bytes, later.
+///
+/// A fetched weight that is saved is a reference to its source, and is fetched again: its bytes are on the host already.
+///
+/// With hooks PyTorch doesn't check whether what was saved was written to since. So that is done here, by the same counter.
+class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
+ public:
+  explicit SavedTensors(SavedTensorsOptions options) : options_(options) {}
+
+  /// Whether pack() would note the tensor down for the host, now or later.
+  bool mayGoHome(const at::Tensor& tensor) const;
+  /// `home` says whether a result may go to the host.
+  std::shared_ptr<SavedTensor> pack(const at::Tensor& tensor, bool home = true);
+  at::Tensor unpack(const SavedTensor& saved);
+
+ private:
+  friend class SavedStorage;
+
+  std::shared_ptr<SavedStorage> storageOf(const at::Tensor& tensor, bool home);
+  std::shared_ptr<SavedStorage> noteDown(const at::Tensor& tensor);
+  void sendHomeWhatMayGo();
+  void fetchAheadOf(const SavedStorage& storage);
+  void doWithout(const std::string& why);
+  void forget(SavedStorage& storage) noexcept;
+
+  const SavedTensorsOptions options_;
+  std::atomic<std::size_t> hostBytes_{0};
+  std::atomic<bool> warned_{false};
+
+  std::mutex mutex_; // never held across a call of the Link, nor while a SavedStorage goes
+  std::unordered_map<const c10::StorageImpl*, std::weak_ptr<SavedStorage>> known_; // that are not home
+  std::deque<std::weak_ptr<SavedStorage>> waiting_; // for others to let go of them
+  std::list<SavedStorage*> order_; // in which they were saved
+  std::vector<SavedStorage*> ahead_;
+  std::size_t aheadBytes_ = 0;
+  std::uint64_t count_ = 0;
+};
+
+} // namespace offload

@@ -1,0 +1,503 @@
+"""``torch_offload.saved_tensors``: what autograd saves goes to host memory and comes back, with the same bits."""
+
+import contextlib
+import gc
+import os
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import CACHED, COMPUTE, GPU, OFFLOAD, assert_same, at, data, deterministic, grads, layers, says
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_offload
+from torch_offload import keep_saved_tensors, offload_activations, saved_tensors
+
+cached = pytest.mark.skipif(not CACHED, reason="tensors are in host memory already")
+PLACES = [COMPUTE, OFFLOAD]
+
+
+def everything(**options):
+    return saved_tensors(min_bytes=0, **options)
+
+
+def stats(name):
+    return torch_offload.memory_stats()[name]
+
+
+def sent_home():
+    return stats("link.bytes_to_host")
+
+
+def held():
+    gc.collect()
+    return stats("host.activation_bytes.current")
+
+
+def both_ways(run, region=everything, empty=True):
+    """The same with and without the region, the cache emptied before backward, on either device."""
+    for device in PLACES:
+        with deterministic():
+            torch.manual_seed(0)
+            expected = run(device, contextlib.nullcontext, lambda: None)
+            torch.manual_seed(0)
+            actual = run(device, region, torch_offload.empty_cache if empty else lambda: None)
+        assert_same(actual, expected, str(device))
+
+
+MODELS = {
+    "linear": (lambda: layers(4, 8), (3, 8)),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(4, 2, 2)
+        ),
+        (2, 3, 8, 8),
+    ),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True), (2, 5, 8)),
+    "attention": (lambda: Attention(), (2, 5, 8)),
+    "norms": (lambda: nn.Sequential(nn.LayerNorm(8), nn.Softmax(-1), nn.RMSNorm(8)), (3, 8)),
+    "mixed": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.SiLU(), nn.Linear(8, 8), nn.GLU()), (3, 8)),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.parts(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["found in the cache", "copied back"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training(name, empty):
+    make, shape = MODELS[name]
+
+    def run(device, region, before_backward):
+        net = make().to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        seen = []
+        for step in range(3):
+            x = data(*shape, seed=step).requires_grad_()
+            with region():
+                y = net(x)
+                loss = y.square().mean()
+            before_backward()
+            optimizer.zero_grad()
+            loss.backward()
+            seen.append((y.detach().clone(), x.grad, {k: v.clone() for k, v in grads(net).items()}))
+            optimizer.step()
+        return seen
+
+    both_ways(run, empty=empty)
+
+
+def test_channels_last():
+    def run(device, region, before_backward):
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3)).to(
+            device, memory_format=torch.channels_last
+        )
+        x = data(2, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+        with region():
+            y = net(x)
+        before_backward()
+        y.sum().backward()
+        return x.grad, x.grad.stride(), grads(net)
+
+    both_ways(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    def run(device, region, before_backward):
+        net, x = layers(3, 8).to(device), data(3, 8).requires_grad_()
+        with region(), torch.autocast(COMPUTE.type, dtype):
+            y = net(x)
+        before_backward()
+        y.float().square().sum().backward()
+        return y, x.grad, grads(net)
+
+    both_ways(run)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x.t() @ x)[1:].transpose(0, 1).square(),
+        lambda x: x[:, 1:5].sigmoid() * x[:, 3:7].exp() * x[:, 1:5],
+        lambda x: torch.cat([x.tanh(), x.tanh().t().reshape(6, 8)]).cos(),
+        lambda x: x.unfold(1, 4, 2).sin().square(),
+        lambda x: x.sum().exp() * x.exp(),
+        lambda x: torch.view_as_complex(x.exp().reshape(6, 4, 2)).conj().mul(2j).square().abs(),
+        lambda x: torch.where(x > 0, x.exp(), x.square()),
+        lambda x: x.exp().expand(3, 6, 8).square(),
+        lambda x: x[:0].exp().sum() + x.exp(),
+        lambda x: x.double().exp().to(x.dtype).square(),
+    ],
+)
+def test_kinds_of_tensors(function):
+    def run(device, region, before_backward):
+        x = data(6, 8).requires_grad_()
+        with region():
+            y = function(x)
+        before_backward()
+        y.sum().backward()
+        return y, x.grad
+
+    both_ways(run)
+
+
+@cached
+def test_a_storage_travels_once_however_often_it_is_saved():
+    x = data(64, 64).requires_grad_()
+    before = sent_home()
+    with everything():
+        h = x.exp()
+        y = [h.sin(), h.t().cos(), h[3:].square(), h[:, ::2].tanh()]
+        del h
+        total = sum(part.sum() for part in y)
+        del y
+        x.sum().exp()
+    # exp saves what sin, cos and square do; tanh saves its result.
+    assert sent_home() - before == 64 * 64 * 4 + 64 * 32 * 4
+    torch_offload.empty_cache()
+    fetched = stats("link.bytes_to_device")
+    total.backward()
+    if "TORCH_OFFLOAD_EVICT" not in os.environ:  # which leaves nothing for the next one who asks
+        assert stats("link.bytes_to_device") - fetched == 64 * 64 * 4 + 64 * 32 * 4
+    h = x.detach().exp()
+    expected = h.cos() - h.sin() + (1 - (h.tanh()).square()).mul(torch.arange(64, device=COMPUTE) % 2 == 0)
+    expected[3:] += 2 * h[3:]
+    torch.testing.assert_close(x.grad, expected * h)
+
+
+@cached
+def test_what_somebody_holds_stays():
+    net, x = nn.Linear(64, 64).to(COMPUTE), data(32, 64).requires_grad_()
+    before = sent_home()
+    with everything():
+        y = net(x)
+        z = y.exp()
+        loss = z.sum() + 0
+    assert sent_home() == before  # the weight is a parameter's, x and z are ours
+    loss.backward()
+    assert_same(x.grad, z.detach() @ net.weight.detach())
+
+
+@cached
+def test_what_is_let_go_later_goes_when_more_is_saved():
+    x = data(32, 64).requires_grad_()
+    before = sent_home()
+    with everything():
+        y = x.exp()
+        total = y.sum()
+        y.sin()
+        assert sent_home() == before
+        del y
+        total = total + x.square().sum()
+    assert sent_home() - before == 32 * 64 * 4
+    total.backward()
+    assert_same(x.grad, x.detach().exp() + 2 * x.detach())
+
+
+@pytest.mark.parametrize("device", PLACES, ids=str)
+def test_written_to_after_it_was_saved(device):
+    weight, x = at(device, 4, 4).requires_grad_(), data(4, 4).requires_grad_()
+    with everything():
+        h = x @ weight
+        y = h.exp()
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        y.sum().backward()
+    with everything():
+        y = x.exp()
+        z = y.sin()
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_retained_and_recorded_graphs():
+    def run(device, region, before_backward):
+        net, x = layers(3, 8).to(device), data(3, 8).requires_grad_()
+        with region():
+            y = net(x).square().sum()
+        before_backward()
+        y.backward(retain_graph=True)
+        before_backward()
+        y.backward(retain_graph=True)
+        before_backward()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        first.norm().backward()
+        with region():
+            (second,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+            penalty = second.norm()
+        before_backward()
+        penalty.backward()
+        return x.grad, first, second, grads(net)
+
+    both_ways(run)
+
+
+@cached
+def test_abandoned_graphs_give_their_memory_back():
+    net, x = layers(4, 64).to(OFFLOAD), data(32, 64).requires_grad_()
+    before = held()
+    for _ in range(3):
+        with everything():
+            y = net(x).sum()
+        assert held() > before
+        del y
+        assert held() == before
+    with pytest.raises(ZeroDivisionError), everything():
+        net(x).sum().backward(torch.tensor(1 / 0))
+    assert held() == before
+    with everything():
+        y = net(x).sum()
+    y.backward()
+    del y
+    assert held() == before
+
+
+@cached
+def test_a_tensor_that_is_kept_is_not_kept_for_ever():
+    x = data(8, 8).requires_grad_()
+    with saved_tensors(min_bytes=1 << 30):
+        y = x.exp()
+        z = y.sin()
+    storage = weakref.ref(y.untyped_storage())
+    gone = weakref.ref(y)
+    del y, z
+    assert gone() is None
+    assert storage() is None
+
+
+def test_two_models_at_once():
+    def run(device, region, before_backward):
+        nets = [layers(3, 8).to(device) for _ in range(2)]
+        context = region()
+        losses = []
+        for step in range(2):
+            h = [data(3, 8, seed=step), data(3, 8, seed=step + 5)]
+            for k in range(len(nets[0])):
+                for m, net in enumerate(nets):
+                    with context:
+                        h[m] = net[k](h[m])
+            losses += [part.square().sum() for part in h]
+        before_backward()
+        for loss in (losses[1], losses[2], losses[0], losses[3]):
+            loss.backward()
+        return [grads(net) for net in nets]
+
+    both_ways(run)
+
+
+def test_threads():
+    net = layers(4, 16)
+    expected = [torch.func.grad(lambda x: net(x).square().sum())(at("cpu", 3, 16, seed=k)) for k in range(4)]
+    net.to(OFFLOAD)
+    region, results = everything(), [None] * 4
+
+    def work(k):
+        for _ in range(5):
+            x = data(3, 16, seed=k).requires_grad_()
+            with region:
+                loss = net(x).square().sum()
+            torch_offload.empty_cache()
+            (results[k],) = torch.autograd.grad(loss, x)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k in range(4):
+        torch.testing.assert_close(results[k].cpu(), expected[k])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    def run(device, region, before_backward):
+        net, x = nn.ModuleList(layers(2, 8) for _ in range(4)).to(device), data(3, 8).requires_grad_()
+        h = x.exp()
+        with region():
+            for block in net:
+                h = checkpoint(block, h, use_reentrant=reentrant)
+        before_backward()
+        h.sum().backward()
+        return x.grad, grads(net)
+
+    both_ways(run)
+
+
+@cached
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inputs_of_checkpointed_regions_go_and_what_is_recomputed_does_not(reentrant):
+    net, h = nn.ModuleList(layers(2, 64) for _ in range(4)).to(COMPUTE), data(32, 64).requires_grad_().exp()
+    before = sent_home()
+    with everything():
+        for block in net:
+            h = checkpoint(block, h, use_reentrant=reentrant)
+        h = h.sum().exp()
+    gone = sent_home() - before
+    assert 3 * 32 * 64 * 4 <= gone <= 4 * 32 * 64 * 4 + 1000
+    h.backward()
+    assert sent_home() - before == gone
+
+
+@cached
+def test_the_innermost_region_decides():
+    x = data(32, 64).requires_grad_()
+    before = sent_home()
+    with everything():
+        y = x.exp().exp()
+        one = sent_home() - before
+        with keep_saved_tensors():
+            y = y.exp().exp().exp()
+            y = y * 1
+        assert sent_home() - before == one
+        y = y.exp().exp().sin()
+    assert sent_home() - before > one
+    y.sum().backward()
+    z = x.detach().requires_grad_()
+    z.exp().exp().exp().exp().exp().exp().exp().sin().sum().backward()
+    assert_same(x.grad, z.grad)
+
+
+@cached
+def test_options():
+    x = data(32, 64).requires_grad_()
+    big, asked = 32 * 64 * 4, []
+
+    def sent(**options):
+        before = sent_home()
+        with saved_tensors(**options):
+            y = x.exp().sin().cos().exp().sum().exp()
+        gone = sent_home() - before
+        y.backward()
+        return gone
+
+    def only_complex(tensor):
+        asked.append(tensor.shape)
+        return tensor.is_complex()
+
+    assert sent(min_bytes=big + 1) == 0
+    assert sent(min_bytes=big) >= 3 * big
+    assert sent(min_bytes=0, filter=only_complex) == 0
+    assert len(asked) >= 4
+    assert asked[0] == (32, 64)
+    with pytest.warns(
+        UserWarning, match=f"stay on the device: those on the host may take {big} bytes, and take {big} now"
+    ):
+        assert sent(min_bytes=0, max_host_bytes=big) == big
+    says(ValueError, "offload: min_bytes is -1; give bytes, 0 or more.", lambda: saved_tensors(min_bytes=-1))
+    with pytest.raises(ZeroDivisionError), everything(filter=lambda t: 1 / 0):
+        x.exp()
+    assert sent(min_bytes=0) >= 3 * big  # nothing is left of the failure
+
+
+def test_as_a_decorator():
+    @everything()
+    def forward(net, x, depth=1):
+        h = net(x)
+        return forward(net, h, depth - 1) if depth else h
+
+    net, x = layers(2, 8).to(OFFLOAD), data(3, 8)
+    forward(net, x).sum().backward()
+    expected = grads(net)
+    net.zero_grad()
+    net(net(x)).sum().backward()
+    assert_same(grads(net), expected)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(layers(2, 32) for _ in range(4))
+        self.head = nn.Sequential(nn.Linear(32, 32), *[nn.Tanh() for _ in range(6)])
+        self.fails = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        if self.fails:
+            raise ZeroDivisionError
+        return self.head(x)
+
+
+@cached
+def test_modules_by_name():
+    def sent(**options):
+        net = offload_activations(Model().to(COMPUTE), min_bytes=0, **options)
+        before = sent_home()
+        y = net(data(16, 32).requires_grad_().exp())
+        gone = sent_home() - before
+        y.sum().backward()
+        return gone
+
+    everywhere = sent()
+    assert everywhere > sent(exclude="head") > sent(include="layers.?", exclude=["layers.1", "layers.2"]) > 0
+    assert sent(include="*.0", exclude="") == 0
+    assert sent(include="head.*", exclude="head") == 0
+
+
+def test_modules_are_left_as_they_were_found():
+    def run(device, region, before_backward):
+        net = Model().to(device)
+        if region is everything:
+            offload_activations(net, min_bytes=0, include="layers.*", exclude="head")
+        net.fails = True
+        with pytest.raises(ZeroDivisionError):
+            net(data(16, 32))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        net.fails = False
+        y = net(data(16, 32))
+        before_backward()
+        y.sum().backward()
+        return grads(net)
+
+    both_ways(run)
+    sentence = 'offload: no module of Model is named "block*"; see named_modules().'
+    says(ValueError, sentence, lambda: offload_activations(Model(), include="block*"))
+
+
+def test_a_program_without_offload_tensors():
+    """Also where nothing else has used the device before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = data(8, 8).requires_grad_()
+        with everything():
+            y = x.exp().sin().sum()
+        y.backward()
+    assert_same(x.grad, x.detach().exp().cos() * x.detach().exp())
+
+
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_peak_of_gpu_memory():
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(24)]).to(COMPUTE)
+    x = data(16384, 512)  # 32 MiB, of which each layer saves two
+
+    def peak(context):
+        net.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with context:
+            loss = net(x).sum()
+        loss.backward()
+        return torch.cuda.max_memory_allocated()
+
+    ring = torch_offload.get_ring_bytes()
+    try:
+        torch_offload.set_ring_bytes(128 << 20)
+        peak(contextlib.nullcontext())
+        plain, offloaded = peak(contextlib.nullcontext()), peak(saved_tensors())
+    finally:
+        torch_offload.set_ring_bytes(ring)
+    assert plain - offloaded > 0.6 * 48 * x.nbytes

@@ -1,0 +1,121 @@
+"""Where tensors that autograd saves for backward are kept."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ContextDecorator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from torch_offload import _C
+
+
+class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - named as torch.no_grad is
+    """Within it, what autograd saves for backward goes to host memory, and comes back when backward asks for it.
+
+    A saved tensor travels once the rest of the program has let go of its storage, so parameters and what you keep yourself stay
+    where they are, and storages that several operations save travel once. Copies overlap with what the GPU computes, in both
+    directions; no result changes. Offload weights that operations save are fetched again in backward, as without this. Tensors
+    on the CPU, tensor subclasses and sparse tensors are saved as they are. Of checkpointed regions the inputs are saved so, and
+    nothing of what is recomputed.
+
+    May be nested (the innermost decides), entered by several threads, entered again, and used as a decorator.
+
+    Args:
+        min_bytes: Storages of fewer bytes stay on the GPU. Default: 1 MiB, for which a copy takes about 20 us.
+        max_host_bytes: How much host memory may be held for this at once, in bytes; what is saved beyond stays on the GPU, and
+            a warning says so once. Default: no limit but the machine's.
+        filter: Called with each tensor that would travel; where it returns False, that tensor is saved as it is.
+
+    Raises:
+        ValueError: if one of the numbers is negative.
+
+    Source: docs/design/saved-tensors.md.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_bytes: int = 1 << 20,
+        max_host_bytes: int | None = None,
+        filter: Callable[[Tensor], bool] | None = None,
+    ) -> None:
+        for name, value in (("min_bytes", min_bytes), ("max_host_bytes", max_host_bytes)):
+            if value is not None and value < 0:
+                raise ValueError(f"offload: {name} is {value}; give bytes, 0 or more.")
+        region = _C.SavedTensors(min_bytes, max_host_bytes, filter)
+        super().__init__(region.pack, region.unpack)
+
+
+class keep_saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801
+    """Within it, what autograd saves stays on the GPU, as it does without :class:`saved_tensors` around it.
+
+    May be used as a decorator.
+
+    Source: docs/design/saved-tensors.md.
+    """
+
+    def __init__(self) -> None:
+        region = _C.SavedTensors.keeping()
+        super().__init__(region.pack, region.unpack)
+
+
+def offload_activations(
+    module: nn.Module, *, include: str | Iterable[str] = "*", exclude: str | Iterable[str] = (), **options: Any
+) -> nn.Module:
+    """Runs the forward of modules within :class:`saved_tensors`, and of others within :class:`keep_saved_tensors`.
+
+    Args:
+        module: What to look for them in; itself is named ``""``.
+        include: Patterns for the names of :meth:`torch.nn.Module.named_modules`, with wildcards (``"layers.*"``); what a module
+            contains belongs to it. Default: all.
+        exclude: Patterns for the modules to leave out, with all that they contain (``"lm_head"``).
+        options: Those of :class:`saved_tensors`; one region for all modules.
+
+    Returns:
+        The module itself. What this adds are hooks of its forward, which can't be pickled; a state_dict has none of them.
+
+    Raises:
+        ValueError: if a pattern matches no module.
+
+    Source: docs/design/saved-tensors.md.
+    """
+    names = [name for name, _ in module.named_modules()]
+    left_out = _outermost(_matching(module, names, exclude), [])
+    chosen = _outermost(_matching(module, names, include), left_out)
+    for context, found in ((saved_tensors(**options), chosen), (keep_saved_tensors(), left_out)):
+        for name in found:
+            _run_within(context, module.get_submodule(name))
+    return module
+
+
+def _matching(module: nn.Module, names: list[str], patterns: str | Iterable[str]) -> list[str]:
+    found = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(
+                f'offload: no module of {type(module).__name__} is named "{pattern}"; see named_modules().'
+            )
+        found += matching
+    return found
+
+
+def _outermost(names: Iterable[str], left_out: list[str]) -> list[str]:
+    found: list[str] = []
+    for name in sorted(set(names), key=len):
+        if not any(outer in ("", name) or name.startswith(f"{outer}.") for outer in (*found, *left_out)):
+            found.append(name)
+    return found
+
+
+def _run_within(context: saved_tensors_hooks, module: nn.Module) -> None:
+    def enter(*_: Any) -> None:
+        context.__enter__()
+
+    def leave(*_: Any) -> None:
+        context.__exit__()
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave, always_call=True)
