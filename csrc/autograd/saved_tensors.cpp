@@ -30,10 +30,21 @@ c10::DeviceIndex indexOf(const at::Tensor& tensor) {
   return tensor.is_cuda() ? tensor.device().index() : currentIndex();
 }
 
+// While a graph is captured nothing may be copied, nor host memory be page-locked.
+bool isCaptured(const at::Tensor& tensor) {
+  const Context& context = Context::get();
+  return tensor.device().type() == context.computeType() && context.link()->capturing(context.currentStream(indexOf(tensor)));
+}
+
 at::Tensor withoutMemory(const at::Tensor& tensor) {
   const c10::Device device = tensor.device();
   c10::Storage none(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), nullptr, false);
   return tensorOver(std::move(none), device.type(), tensor, tensor.storage_offset());
+}
+
+// Without becoming one more owner, who might be the last.
+bool isOf(const std::weak_ptr<SavedStorage>& pointer, const std::shared_ptr<SavedStorage>& storage) {
+  return !pointer.owner_before(storage) && !storage.owner_before(pointer);
 }
 
 at::Tensor detached(const at::Tensor& tensor) {
@@ -76,6 +87,11 @@ c10::Storage SavedStorage::memory() {
   restored_ = storage.getWeakStorageImpl();
   ahead_ = {};
   return storage;
+}
+
+bool SavedStorage::holds(const c10::Storage& storage) {
+  const std::lock_guard lock(mutex_);
+  return storage_ && storage_.is_alias_of(storage);
 }
 
 // Whether nothing is left to do.
@@ -128,8 +144,7 @@ at::Tensor SavedTensor::unpack() const {
 bool SavedTensors::mayGoHome(const at::Tensor& tensor) const {
   const Context& context = Context::get();
   return options_.activations && context.hasCache() && isPlain(tensor) && tensor.device().type() == context.computeType() &&
-      tensor.storage().nbytes() >= options_.minBytes && !isFetched(tensor) &&
-      !context.link()->capturing(context.currentStream(indexOf(tensor)));
+      tensor.storage().nbytes() >= options_.minBytes && !isFetched(tensor) && !isCaptured(tensor);
 }
 
 std::shared_ptr<SavedTensor> SavedTensors::pack(const at::Tensor& tensor, bool home) {
@@ -138,9 +153,8 @@ std::shared_ptr<SavedTensor> SavedTensors::pack(const at::Tensor& tensor, bool h
 
 // Null where the tensor is to be kept as it is.
 std::shared_ptr<SavedStorage> SavedTensors::storageOf(const at::Tensor& tensor, bool home) {
-  if (!Context::get().hasCache()) return nullptr;
+  if (!Context::get().hasCache() || !isPlain(tensor) || isCaptured(tensor)) return nullptr;
   sendHomeWhatMayGo();
-  if (!isPlain(tensor)) return nullptr;
   if (auto source = sourceOf(tensor)) {
     const c10::Device target = pairedDevice(static_cast<c10::DeviceIndex>(source->device));
     return std::make_shared<SavedStorage>(shared_from_this(), std::move(*source), target);
@@ -151,15 +165,16 @@ std::shared_ptr<SavedStorage> SavedTensors::storageOf(const at::Tensor& tensor, 
 std::shared_ptr<SavedStorage> SavedTensors::noteDown(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   const c10::DeviceIndex index = indexOf(tensor);
-  std::shared_ptr<SavedStorage> made;
+  std::shared_ptr<SavedStorage> known;
   {
     const std::lock_guard lock(mutex_);
-    const auto known = known_.find(storage.unsafeGetStorageImpl());
-    if (known != known_.end()) {
-      if (auto saved = known->second.lock()) return saved;
-    }
+    const auto found = known_.find(storage.unsafeGetStorageImpl());
+    if (found != known_.end()) known = found->second.lock();
   }
-  made = std::make_shared<SavedStorage>(shared_from_this(), storage, pairedDevice(index), Context::get().currentStream(index));
+  if (known && known->holds(storage))
+    return known; // or another thread has just sent it home, and the address is another storage's
+  auto made =
+      std::make_shared<SavedStorage>(shared_from_this(), storage, pairedDevice(index), Context::get().currentStream(index));
   const std::lock_guard lock(mutex_);
   made->number_ = ++count_;
   made->place_ = order_.insert(order_.end(), made.get());
@@ -202,7 +217,8 @@ void SavedTensors::sendHomeWhatMayGo() {
       waiting_.push_back(next);
     } else if (!std::exchange(next->isHome_, true)) {
       hostBytes_ += next->bytes_;
-      known_.erase(next->key_);
+      const auto known = known_.find(next->key_);
+      if (known != known_.end() && isOf(known->second, next)) known_.erase(known);
     }
   }
 }

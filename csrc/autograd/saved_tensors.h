@@ -44,6 +44,7 @@ class SavedStorage : public std::enable_shared_from_this<SavedStorage> {
  private:
   friend class SavedTensors;
 
+  bool holds(const c10::Storage& storage);
   bool tryToGoHome();
   void fetchAhead(Stream stream) noexcept;
 
