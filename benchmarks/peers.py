@@ -23,7 +23,20 @@ def ramtorch() -> ModuleType | None:
     return module
 
 
-def stream_blocks(blocks: nn.Sequential, device: torch.device, keep_activations: bool = False) -> nn.Module | None:
+def save_activations_by_torchtune() -> type | None:
+    """torchtune's (PyPI: torchtune) context that offloads what autograd saves, or None, having said that it is left out."""
+    try:
+        module = importlib.import_module("torchtune.training")
+        print(f"peer: torchtune {importlib.metadata.version('torchtune')}")
+    except ImportError as error:
+        print(f"peer: torchtune is left out ({error}); 'pip install --no-deps torchtune' brings it in")
+        return None
+    return module.OffloadActivations
+
+
+def stream_blocks(
+    blocks: nn.Sequential, device: torch.device, keep_activations: bool = False, offload_activations: bool = False
+) -> nn.Module | None:
     """RamTorch's streamed model over copies of these blocks in host memory, a block a chunk, three chunks on the GPU at a time.
 
     Returns:
@@ -33,7 +46,11 @@ def stream_blocks(blocks: nn.Sequential, device: torch.device, keep_activations:
     if module is None:
         return None
     return module.OffloadModel(
-        list(copied_to(blocks, "cpu")), device=device, window=3, keep_activations=keep_activations
+        list(copied_to(blocks, "cpu")),
+        device=device,
+        window=3,
+        keep_activations=keep_activations,
+        offload_activations=offload_activations,
     )
 
 

@@ -14,6 +14,7 @@ from helpers import GPU
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = [
+    "activations",
     "arena",
     "batches",
     "compile",

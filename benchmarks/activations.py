@@ -1,0 +1,183 @@
+"""Forward and backward through 8 blocks of the Llama-3-8B shape in bfloat16, with what autograd saves kept in host memory.
+
+The weights are on the GPU, or, in the last variants, on offload. Without checkpointing all that is saved of some of the blocks
+goes to the host, which shows step time against peak memory; with non-reentrant checkpointing of every block, the inputs of
+the blocks. With U bytes that cross the link up in forward and down in backward, at B bytes a second each way,
+
+    ideal = max(plain forward, U / B) + max(plain backward, U / B)
+
+for weights on the GPU. `saved` is how much lower the peak is than the plain variant's. Gradients are compared bit for bit under
+deterministic algorithms. Peers, in the same run: PyTorch's save_on_cpu(pin_memory=True), torchtune's OffloadActivations, and
+RamTorch's model with its activations offloaded, which streams its weights as well.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blocks import LLAMA_8B, TINY, copied_to, gradients, make_blocks, make_input, parameter_bytes
+from harness import (
+    LinkRates,
+    arguments,
+    compute_device,
+    equal,
+    gib,
+    link_rates,
+    measure,
+    ms,
+    peak_bytes,
+    print_table,
+    write_record,
+)
+from peers import save_activations_by_torchtune, stream_blocks
+
+import torch_offload
+
+COLUMNS = ["tokens", "checkpoints", "variant", "median ms", "least-most", "x plain", "ideal ms", "ratio", "peak GiB"]
+COLUMNS += ["saved GiB", "up GB", "same bits"]
+
+Forward = Callable[[Tensor], Tensor]
+Region = Callable[[], AbstractContextManager]
+
+
+def make_forward(blocks: nn.Sequential, region: Region, count: int, checkpointed: bool) -> Forward:
+    """Runs all blocks, the first `count` of them within a region of their own."""
+
+    def forward(x: Tensor) -> Tensor:
+        for index, block in enumerate(blocks):
+            with region() if index < count else contextlib.nullcontext():
+                x = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+        return x
+
+    return forward
+
+
+def make_step(forward: Forward, x: Tensor, grad_output: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        # As after an embedding: the input is a result, and nobody else holds it.
+        forward(x + x.new_zeros((), requires_grad=True)).backward(grad_output)
+
+    return step
+
+
+def make_variants(resident: nn.Sequential, checkpointed: bool, tiny: bool) -> dict[str, tuple[nn.Sequential, Forward]]:
+    """By name, the blocks whose gradients a variant makes, and how it runs."""
+    count = len(resident)
+    region = torch_offload.saved_tensors(min_bytes=0 if tiny else 1 << 20)
+    on_cpu = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
+    streamed = copied_to(resident, "offload")
+
+    def variant(blocks: nn.Sequential, region: Region = contextlib.nullcontext, first: int = count) -> tuple:
+        return blocks, make_forward(blocks, region, first, checkpointed)
+
+    variants = {"plain": variant(resident)}
+    for first in [count] if checkpointed else sorted({1, count // 4, count // 2, count} - {0}):
+        variants[f"saved_tensors, {first} of {count}"] = variant(resident, lambda: region, first)
+    variants["save_on_cpu"] = variant(resident, on_cpu)
+    torchtune = save_activations_by_torchtune()
+    if torchtune is not None:
+        variants["torchtune"] = variant(resident, torchtune)
+    variants["weights on offload"] = variant(streamed)
+    variants["both on offload"] = variant(streamed, lambda: region)
+    return variants
+
+
+def compare(
+    resident: nn.Sequential,
+    x: Tensor,
+    grad_output: Tensor,
+    checkpointed: bool,
+    rates: LinkRates,
+    rounds: int,
+    tiny: bool,
+) -> list[dict[str, Any]]:
+    """Runs all variants on one input: a record of each."""
+    variants = make_variants(resident, checkpointed, tiny)
+    steps = {name: make_step(forward, x, grad_output) for name, (_, forward) in variants.items()}
+    clear = {name: functools.partial(blocks.zero_grad, set_to_none=True) for name, (blocks, _) in variants.items()}
+    peer = None if checkpointed else stream_blocks(resident, x.device, True, offload_activations=True)
+    if peer is not None:
+        steps["RamTorch"], clear["RamTorch"] = lambda: peer.step(x, grad_outputs=grad_output), peer.zero_grad
+    times = measure(steps, rounds, prepare=clear)
+    with torch.no_grad():
+        forward = measure({"forward": lambda: variants["plain"][1](x)}, rounds)["forward"].median
+    backward = times["plain"].median - forward
+
+    records: list[dict[str, Any]] = []
+    truth: list[Tensor] = []
+    for name, time in times.items():
+        for clear_one in clear.values():
+            clear_one()
+        before = torch_offload.memory_stats()["link.bytes_to_host"]
+        peak = peak_bytes(steps[name])
+        if peak is None:
+            steps[name]()
+        up = torch_offload.memory_stats()["link.bytes_to_host"] - before
+        record = {"tokens": x.shape[:-1].numel(), "checkpointed": checkpointed, "variant": name, "seconds": vars(time)}
+        record |= {"slower": time.median / times["plain"].median, "peak": peak, "bytes_up": up}
+        if name in variants:
+            blocks = variants[name][0]
+            made = [gradient.to(x.device) for gradient in gradients(blocks)]
+            truth = truth or [gradient.clone() for gradient in made]
+            record["equal"] = all(map(equal, made, truth))
+            if blocks is resident:
+                record["ideal"] = max(forward, up / rates.up) + max(backward, up / rates.down)
+                record["saved"] = None if peak is None else (records[0] if records else record)["peak"] - peak
+        records.append(record)
+    if peer is not None:
+        peer.close()
+    return records
+
+
+def row(record: dict[str, Any]) -> list[object]:
+    time, ideal = record["seconds"], record.get("ideal")
+    return [
+        record["tokens"],
+        record["checkpointed"],
+        record["variant"],
+        ms(time["median"]),
+        f"{ms(time['least'])}-{ms(time['most'])}",
+        f"{record['slower']:.3f}",
+        ms(ideal) if ideal else "-",
+        f"{ideal / time['median']:.3f}" if ideal else "-",
+        gib(record["peak"]),
+        gib(record.get("saved")),
+        f"{record['bytes_up'] / 1e9:.2f}",
+        {True: "yes", False: "NO", None: "-"}[record.get("equal")],
+    ]
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=5).parse_args()
+    device = compute_device(options.tiny)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch_offload.set_budget(0)
+    shape, count = (TINY, 4) if options.tiny else (LLAMA_8B, 8)
+    cases = [(16, False), (32, True)] if options.tiny else [(8192, False), (32768, True)]
+    resident = make_blocks(count, shape, torch.bfloat16, device)
+    total = parameter_bytes(resident)
+    rates = link_rates(options.tiny)
+    print(f"{count} blocks, {total / 1e9:.3f} GB; {rates}", flush=True)
+    records = []
+    for tokens, checkpointed in cases:
+        x, grad_output = (make_input(tokens, shape, torch.bfloat16, device, seed=seed) for seed in (1, 2))
+        rounds = 2 if options.tiny else options.rounds
+        records += compare(resident, x, grad_output, checkpointed, rates, rounds, options.tiny)
+    print_table(COLUMNS, [row(record) for record in records])
+    write_record("activations", {"blocks": count, "bytes": total, "link": vars(rates), "runs": records})
+    if not all(record.get("equal", True) for record in records):
+        raise SystemExit("gradients differ from the plain variant's.")
+
+
+if __name__ == "__main__":
+    main()
