@@ -19,7 +19,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import arguments, compute_device, gib, print_table, write_record
+from harness import arguments, compute_device, finish, gib, print_table, write_record
 
 import torch_offload
 
@@ -153,9 +153,7 @@ def main() -> None:
     rates = compare_rates(options.tiny, 1 if options.tiny else options.rounds)
     sizes = compare_bytes(options.tiny)
     write_record("arena", {"rates": rates, "sizes": sizes})
-    missed = problems(rates, sizes, options.tiny)
-    if missed:
-        raise SystemExit("\n".join(missed))
+    finish(problems(rates, sizes, options.tiny))
 
 
 if __name__ == "__main__":

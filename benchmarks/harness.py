@@ -203,6 +203,12 @@ def mib(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**20:.2f}"
 
 
+def finish(problems: Sequence[str]) -> None:
+    """Ends the process with status 1 and a line for each problem, where there are any."""
+    if problems:
+        raise SystemExit("\n".join(problems))
+
+
 def write_record(name: str, record: dict[str, Any]) -> Path:
     """Writes a benchmark's figures and what they were measured on as NAME.json to $OUT, or to build/benchmarks."""
     folder = Path(os.environ.get("OUT") or Path(__file__).resolve().parents[1] / "build" / "benchmarks")

@@ -3,8 +3,8 @@
 Forward through 12 blocks (5.2 GB) with nothing kept, with a budget of half the weights, with the automatic budget on an empty
 GPU, and with the automatic budget on a GPU that another tensor has filled but for the headroom and half the weights. Then
 training steps of four micro-batches through 8 blocks: gradients add up on the GPU, and cross the link once a step. Times are
-medians; a budget is one for all of the process, so variants are measured one after the other, the resident model before and
-after.
+medians of steps after the first ones; a budget is one for all of the process, so variants are measured one after the other, the
+resident model first. The exit status is 1 where bits differ or a goal is missed; --tiny compares bits alone.
 """
 
 import functools
@@ -12,6 +12,7 @@ import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from blocks import LLAMA_8B, TINY, copied_to, gradients, make_blocks, make_input, parameter_bytes
-from harness import arguments, compute_device, equal, gib, link_rates, measure, ms, print_table, write_record
+from harness import arguments, compute_device, equal, finish, gib, link_rates, measure, ms, print_table, write_record
 
 import torch_offload
 
 HEADROOM = 4 << 30  # what an automatic budget leaves on a large GPU
 MICRO_BATCHES = 4
+HALF_BUDGET = 0.55  # of the time without a budget, at most
+NEAR = 1.02  # times the ideal, at most
 
 
 def filled_but_for(free: int) -> Tensor | None:
@@ -128,6 +131,33 @@ def training(tiny: bool, rounds: int, device: torch.device) -> list[dict]:
     return [record | {"variant": name, "seconds": vars(time)} for name, time in times.items()]
 
 
+def problems(runs: list[dict[str, Any]], steps: list[dict[str, Any]], tiny: bool) -> list[str]:
+    """A sentence for each goal that is missed. With one token the host's calls take the time, whose goals overhead.py has."""
+    found = [
+        f"{run['tokens']} tokens, budget {run['budget']}: the output differs from the resident model's."
+        for run in runs
+        if not run["equal"]
+    ]
+    if tiny:
+        return found
+    medians = {(run["tokens"], run["budget"]): run["seconds"]["median"] for run in runs}
+    for run in runs:
+        tokens, median = run["tokens"], run["seconds"]["median"]
+        part = median / medians[tokens, "0"]
+        if run["budget"] == "half" and part > HALF_BUDGET:
+            found.append(f"{tokens} tokens, half the weights: {part:.3f} of the time without, and not {HALF_BUDGET}.")
+        if run["budget"] == "auto" and tokens > 1 and median > NEAR * run["resident"]:
+            found.append(
+                f"{tokens} tokens, automatic: {median / run['resident']:.3f} times the resident, and not {NEAR}."
+            )
+    for step in steps:
+        if step["variant"] == "offload" and step["seconds"]["median"] > NEAR * step["ideal"]:
+            found.append(
+                f"micro-batches: {step['seconds']['median'] / step['ideal']:.3f} times the ideal, and not {NEAR}."
+            )
+    return found
+
+
 def main() -> None:
     options = arguments(__doc__, rounds=9).parse_args()
     device = compute_device(options.tiny)
@@ -135,9 +165,9 @@ def main() -> None:
     runs = forward(options.tiny, rounds, device)
     gc.collect()
     torch_offload.empty_cache()
-    write_record("residency", {"runs": runs + training(options.tiny, rounds, device)})
-    if not all(run.get("equal", True) for run in runs):
-        raise SystemExit("the offload model's output differs from the resident model's.")
+    steps = training(options.tiny, rounds, device)
+    write_record("residency", {"runs": runs + steps})
+    finish(problems(runs, steps, options.tiny))
 
 
 if __name__ == "__main__":

@@ -101,6 +101,82 @@ def test_the_exit_of_arena_tells_a_missed_goal(options, rates, sizes, missed, mo
         assert isinstance(exited.value.code, str)  # which makes the status 1
 
 
+def record(variant: str = "offload", tokens: int = 4096, **figures: Any) -> dict[str, Any]:
+    return {"variant": variant, "tokens": tokens, "equal": True, "off_by": 0.0} | figures
+
+
+def call(operation: str, more: float, mode: str = "no_grad") -> dict[str, Any]:
+    return {"operation": operation, "mode": mode, "plain_us": 4.0, "offload_us": 4.0 + more}
+
+
+def run(budget: str, median: float, tokens: int = 2048, **figures: Any) -> dict[str, Any]:
+    return {
+        "budget": budget,
+        "tokens": tokens,
+        "seconds": {"median": median},
+        "resident": 0.02,
+        "equal": True,
+    } | figures
+
+
+BUDGETS = [run("0", 0.1), run("half", 0.055), run("auto", 0.0204), run("auto", 0.05, tokens=1), run("0", 0.1, tokens=1)]
+STEPS = [run("", 1.02, variant="offload", ideal=1.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "missed"),
+    [
+        ("forward", [[record(tokens=2048, ratio=0.99), record("RamTorch", 2048, ratio=0.5)]], []),
+        ("forward", [[record(tokens=2048, ratio=0.989)]], ["2048 tokens: 0.989 of the ideal, and not 0.99."]),
+        (
+            "forward",
+            [[record(tokens=1, ratio=1.0, equal=False)]],
+            ["1 tokens: the output differs from the resident model's."],
+        ),
+        ("training", [[record(ratio=0.97), record("resident", ratio=0.5)]], []),
+        ("training", [[record(ratio=0.969)]], ["4096 tokens: 0.969 of the ideal, and not 0.97."]),
+        (
+            "training",
+            [[record(ratio=1.0, off_by=0.011)]],
+            ["4096 tokens: gradients differ from the resident model's by more than 1 %."],
+        ),
+        (
+            "overhead",
+            [[call("linear", 5.0), call("multiply", 15.0), call("fetch", 99.0), call("linear", 9.0, "grad")]],
+            [],
+        ),
+        ("overhead", [[call("multiply", 15.1)]], ["multiply costs the host 15.1 us more, and not 15.0."]),
+        ("residency", [BUDGETS, STEPS], []),
+        (
+            "residency",
+            [[*BUDGETS, run("half", 0.056)], STEPS],
+            ["2048 tokens, half the weights: 0.560 of the time without, and not 0.55."],
+        ),
+        (
+            "residency",
+            [[*BUDGETS, run("auto", 0.021)], STEPS],
+            ["2048 tokens, automatic: 1.050 times the resident, and not 1.02."],
+        ),
+        (
+            "residency",
+            [[*BUDGETS, run("auto", 0.02, equal=False)], STEPS],
+            ["2048 tokens, budget auto: the output differs from the resident model's."],
+        ),
+        (
+            "residency",
+            [BUDGETS, [run("", 1.03, variant="offload", ideal=1.0)]],
+            ["micro-batches: 1.030 times the ideal, and not 1.02."],
+        ),
+    ],
+)
+def test_a_missed_goal_is_told(name, records, missed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    assert benchmark.problems(*records, tiny=False) == missed
+
+
 def test_a_full_benchmark_without_a_gpu_says_what_it_needs(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "forward.py")]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCH_OFFLOAD_LINK": "auto"}

@@ -113,7 +113,7 @@ def test_gradients_of_a_weight_that_is_used_twice_go_home_once_and_in_backward()
             assert (backward, rest) == (size, 0)
 
 
-def test_what_is_only_added_to_a_gradient_never_leaves():
+def test_gradients_that_nobody_has_read_go_home_at_each_addition():
     torch_offload.set_budget(64 * WEIGHT)
     net = layers(6, WIDTH).to(OFFLOAD)
     size = sum(p.nbytes for p in net.parameters())
