@@ -24,6 +24,7 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
 
     Args:
         min_bytes: Storages of fewer bytes stay on the GPU. Default: 1 MiB, for which a copy takes about 20 us.
+        keep_bytes: How many bytes of what was saved last stay on the GPU, where backward asks for them first. Default: 0.
         max_host_bytes: How much host memory may be held for this at once, in bytes; what is saved beyond stays on the GPU, and
             a warning says so once. Default: no limit but the machine's.
         filter: Called with each tensor that would travel; where it returns False, that tensor is saved as it is.
@@ -38,13 +39,15 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         self,
         *,
         min_bytes: int = 1 << 20,
+        keep_bytes: int = 0,
         max_host_bytes: int | None = None,
         filter: Callable[[Tensor], bool] | None = None,
     ) -> None:
-        for name, value in (("min_bytes", min_bytes), ("max_host_bytes", max_host_bytes)):
+        given = {"min_bytes": min_bytes, "keep_bytes": keep_bytes, "max_host_bytes": max_host_bytes}
+        for name, value in given.items():
             if value is not None and value < 0:
                 raise ValueError(f"offload: {name} is {value}; give bytes, 0 or more.")
-        region = _C.SavedTensors(min_bytes, max_host_bytes, filter)
+        region = _C.SavedTensors(min_bytes, keep_bytes, max_host_bytes, filter)
         super().__init__(region.pack, region.unpack)
 
 

@@ -178,6 +178,7 @@ std::shared_ptr<SavedStorage> SavedTensors::noteDown(const at::Tensor& tensor) {
   const std::lock_guard lock(mutex_);
   made->number_ = ++count_;
   made->place_ = order_.insert(order_.end(), made.get());
+  deviceBytes_ += made->bytes_;
   known_[made->key_] = made;
   waiting_.push_back(made);
   return made;
@@ -189,7 +190,7 @@ void SavedTensors::sendHomeWhatMayGo() {
     std::shared_ptr<SavedStorage> next;
     {
       const std::lock_guard lock(mutex_);
-      while (!next && !waiting_.empty()) {
+      while (!next && !waiting_.empty() && deviceBytes_ > options_.keepBytes) {
         next = waiting_.front().lock();
         waiting_.pop_front();
       }
@@ -217,6 +218,7 @@ void SavedTensors::sendHomeWhatMayGo() {
       waiting_.push_back(next);
     } else if (!std::exchange(next->isHome_, true)) {
       hostBytes_ += next->bytes_;
+      deviceBytes_ -= next->bytes_;
       const auto known = known_.find(next->key_);
       if (known != known_.end() && isOf(known->second, next)) known_.erase(known);
     }
@@ -283,6 +285,7 @@ void SavedTensors::forget(SavedStorage& storage) noexcept {
   if (storage.isHome_) {
     hostBytes_ -= storage.bytes_;
   } else {
+    deviceBytes_ -= storage.bytes_;
     const auto known = known_.find(storage.key_);
     if (known != known_.end() && known->second.expired()) known_.erase(known);
   }

@@ -20,6 +20,8 @@ namespace offload {
 struct SavedTensorsOptions {
   /// Storages of fewer bytes stay where they are.
   std::size_t minBytes = 0;
+  /// While no more bytes are on the device, none are sent; the last ones stay, which backward asks for first.
+  std::size_t keepBytes = 0;
   /// Host bytes that may be held at once; what is saved beyond stays where it is, which is said once.
   std::size_t maxHostBytes = SIZE_MAX;
   /// Whether results of operations go to the host. What is fetched of an offload tensor is never kept either way.
@@ -130,6 +132,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::list<SavedStorage*> order_; // in which they were saved
   std::vector<SavedStorage*> ahead_;
   std::size_t aheadBytes_ = 0;
+  std::size_t deviceBytes_ = 0; // of those that are not home
   std::uint64_t count_ = 0;
 };
 

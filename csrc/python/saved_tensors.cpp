@@ -43,11 +43,11 @@ void bindSavedTensors(py::module_& m) {
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
   py::class_<Hooks>(m, "SavedTensors")
       .def(
-          py::init([](std::size_t minBytes, std::optional<std::size_t> maxHostBytes, py::object filter) {
-            return std::make_unique<Hooks>(
-                SavedTensorsOptions{minBytes, maxHostBytes.value_or(SIZE_MAX), true}, std::move(filter));
+          py::init([](std::size_t minBytes, std::size_t keepBytes, std::optional<std::size_t> maxHostBytes, py::object filter) {
+            const SavedTensorsOptions options{minBytes, keepBytes, maxHostBytes.value_or(SIZE_MAX)};
+            return std::make_unique<Hooks>(options, std::move(filter));
           }),
-          py::arg("min_bytes"), py::arg("max_host_bytes"), py::arg("filter"))
+          py::arg("min_bytes"), py::arg("keep_bytes"), py::arg("max_host_bytes"), py::arg("filter"))
       .def_static("keeping", [] { return std::make_unique<Hooks>(SavedTensorsOptions{.activations = false}, py::none()); })
       .def("pack", torch::wrap_pybind_function(&Hooks::pack))
       .def("unpack", torch::wrap_pybind_function(&Hooks::unpack));

@@ -390,6 +390,8 @@ def test_options():
 
     assert sent(min_bytes=big + 1) == 0
     assert sent(min_bytes=big) >= 3 * big
+    assert sent(min_bytes=0, keep_bytes=2 * big) == sent(min_bytes=0) - 2 * big
+    assert sent(min_bytes=0, keep_bytes=100 * big) == 0
     assert sent(min_bytes=0, filter=only_complex) == 0
     assert len(asked) >= 4
     assert asked[0] == (32, 64)
@@ -398,6 +400,7 @@ def test_options():
     ):
         assert sent(min_bytes=0, max_host_bytes=big) == big
     says(ValueError, "offload: min_bytes is -1; give bytes, 0 or more.", lambda: saved_tensors(min_bytes=-1))
+    says(ValueError, "offload: keep_bytes is -2; give bytes, 0 or more.", lambda: saved_tensors(keep_bytes=-2))
     with pytest.raises(ZeroDivisionError), everything(filter=lambda t: 1 / 0):
         x.exp()
     assert sent(min_bytes=0) >= 3 * big  # nothing is left of the failure
