@@ -1,5 +1,6 @@
 """Where tensors that autograd saves for backward are kept."""
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from fnmatch import fnmatchcase
@@ -17,17 +18,19 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
     A saved tensor travels once the rest of the program has let go of its storage, so parameters and what you keep yourself stay
     where they are, and storages that several operations save travel once. Copies overlap with what the GPU computes, in both
     directions; no result changes. Offload weights that operations save are fetched again in backward, as without this. Tensors
-    on the CPU, tensor subclasses and sparse tensors are saved as they are. Of checkpointed regions the inputs are saved so, and
-    nothing of what is recomputed.
+    on the CPU, tensor subclasses and sparse tensors are saved as they are. Of checkpointed functions the inputs are saved so,
+    and nothing of what is recomputed, where this is around the call of ``checkpoint()`` and not inside of it.
 
-    May be nested (the innermost decides), entered by several threads, entered again, and used as a decorator.
+    May be nested (the innermost decides), entered by several threads, entered again, and used as a decorator. Make one for all
+    layers: two of them that save the same tensor both hold it.
 
     Args:
         min_bytes: Storages of fewer bytes stay on the GPU. Default: 1 MiB, for which a copy takes about 20 us.
         keep_bytes: How many bytes of what was saved last stay on the GPU, where backward asks for them first. Default: 0.
         max_host_bytes: How much host memory may be held for this at once, in bytes; what is saved beyond stays on the GPU, and
             a warning says so once. Default: no limit but the machine's.
-        filter: Called with each tensor that would travel; where it returns False, that tensor is saved as it is.
+        filter: Called with each tensor that might travel, parameters too, which won't; where it returns False, that tensor is
+            saved as it is. It should ask for ``tensor.nbytes`` and not for ``untyped_storage()``, which holds the storage.
 
     Raises:
         ValueError: if one of the numbers is negative.
@@ -47,8 +50,15 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         for name, value in given.items():
             if value is not None and value < 0:
                 raise ValueError(f"offload: {name} is {value}; give bytes, 0 or more.")
-        region = _C.SavedTensors(min_bytes, keep_bytes, max_host_bytes, filter)
-        super().__init__(region.pack, region.unpack)
+        region = _C.SavedTensors(min_bytes, keep_bytes, max_host_bytes)
+        super().__init__(region.pack if filter is None else _filtered(region, filter), region.unpack)
+
+
+def _filtered(region: _C.SavedTensors, wanted: Callable[[Tensor], bool]) -> Callable[[Tensor], Any]:
+    def pack(tensor: Tensor) -> Any:
+        return region.pack(tensor, home=not region.may_go_home(tensor) or bool(wanted(tensor)))
+
+    return pack
 
 
 class keep_saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801
@@ -114,11 +124,16 @@ def _outermost(names: Iterable[str], left_out: list[str]) -> list[str]:
 
 
 def _run_within(context: saved_tensors_hooks, module: nn.Module) -> None:
+    entered = threading.local()
+
     def enter(*_: Any) -> None:
         context.__enter__()
+        entered.count = getattr(entered, "count", 0) + 1
 
     def leave(*_: Any) -> None:
-        context.__exit__()
+        if getattr(entered, "count", 0) > 0:  # another hook may have failed before ours was called
+            entered.count -= 1
+            context.__exit__()
 
     module.register_forward_pre_hook(enter, prepend=True)
     module.register_forward_hook(leave, always_call=True)

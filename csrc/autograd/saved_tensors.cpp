@@ -3,7 +3,10 @@
 #include "core/error.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <sstream>
@@ -36,6 +39,12 @@ bool isCaptured(const at::Tensor& tensor) {
   return tensor.device().type() == context.computeType() && context.link()->capturing(context.currentStream(indexOf(tensor)));
 }
 
+// The stream that work goes to now; none on the CPU, whose memory belongs to no stream.
+std::optional<c10::Stream> currentOf(c10::Device device) {
+  if (device.is_cpu()) return {};
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
 at::Tensor withoutMemory(const at::Tensor& tensor) {
   const c10::Device device = tensor.device();
   c10::Storage none(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), nullptr, false);
@@ -61,6 +70,7 @@ SavedStorage::SavedStorage(std::shared_ptr<SavedTensors> owner, c10::Storage sto
       target_(target),
       stream_(stream),
       bytes_(storage.nbytes()),
+      recorded_(currentOf(storage.device())),
       storage_(std::move(storage)),
       extent_{0, bytes_},
       restored_(c10::intrusive_ptr<c10::StorageImpl>()),
@@ -82,23 +92,35 @@ SavedStorage::~SavedStorage() {
 c10::Storage SavedStorage::memory() {
   const std::lock_guard lock(mutex_);
   if (storage_) return storage_;
-  if (auto alive = restored_.lock()) return c10::Storage(std::move(alive));
+  const Pin ahead = std::move(ahead_); // until the fetch has found it
+  const Stream now = Context::get().currentStream(target_.index());
+  auto alive = restored_.lock();
+  if (alive && restoredFor_ == now) return c10::Storage(std::move(alive));
   c10::Storage storage = fetchStorage(*static_cast<Block*>(block_.get_context()), extent_, target_);
   restored_ = storage.getWeakStorageImpl();
-  ahead_ = {};
+  restoredFor_ = now;
   return storage;
 }
 
-bool SavedStorage::holds(const c10::Storage& storage) {
+// Whether this is for the storage. One more stream that uses it makes it stay.
+bool SavedStorage::isFor(const c10::Storage& storage, Stream stream) {
   const std::lock_guard lock(mutex_);
-  return storage_ && storage_.is_alias_of(storage);
+  if (!storage_ || !storage_.is_alias_of(storage)) return false;
+  stays_ = stays_ || stream != stream_;
+  return true;
 }
 
-// Whether nothing is left to do.
-bool SavedStorage::tryToGoHome() {
+SavedStorage::Place SavedStorage::place() {
   const std::lock_guard lock(mutex_);
-  if (!storage_) return true;
-  if (storage_.use_count() > 1) return false;
+  if (!storage_ || stays_ || storage_.nbytes() != bytes_) return Place::Elsewhere; // or resized since
+  return storage_.use_count() > 1 ? Place::Held : Place::Alone;
+}
+
+// False where it is not alone any more.
+bool SavedStorage::goHome() {
+  const std::lock_guard lock(mutex_);
+  if (!storage_ || stays_ || storage_.nbytes() != bytes_ || storage_.use_count() > 1) return false;
+  if (recorded_) c10::getDeviceAllocator(target_.type())->recordStream(storage_.data_ptr(), *recorded_);
   block_ = sendHome(storage_, Purpose::Activation, stream_);
   storage_ = {};
   return true;
@@ -154,12 +176,14 @@ std::shared_ptr<SavedTensor> SavedTensors::pack(const at::Tensor& tensor, bool h
 // Null where the tensor is to be kept as it is.
 std::shared_ptr<SavedStorage> SavedTensors::storageOf(const at::Tensor& tensor, bool home) {
   if (!Context::get().hasCache() || !isPlain(tensor) || isCaptured(tensor)) return nullptr;
-  sendHomeWhatMayGo();
+  // What a checkpoint computes anew, or a backward saves, is wanted soon.
+  const bool backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (!backward) sendHomeWhatMayGo();
   if (auto source = sourceOf(tensor)) {
     const c10::Device target = pairedDevice(static_cast<c10::DeviceIndex>(source->device));
     return std::make_shared<SavedStorage>(shared_from_this(), std::move(*source), target);
   }
-  return home && mayGoHome(tensor) ? noteDown(tensor) : nullptr;
+  return home && !backward && mayGoHome(tensor) ? noteDown(tensor) : nullptr;
 }
 
 std::shared_ptr<SavedStorage> SavedTensors::noteDown(const at::Tensor& tensor) {
@@ -171,41 +195,65 @@ std::shared_ptr<SavedStorage> SavedTensors::noteDown(const at::Tensor& tensor) {
     const auto found = known_.find(storage.unsafeGetStorageImpl());
     if (found != known_.end()) known = found->second.lock();
   }
-  if (known && known->holds(storage))
-    return known; // or another thread has just sent it home, and the address is another storage's
-  auto made =
-      std::make_shared<SavedStorage>(shared_from_this(), storage, pairedDevice(index), Context::get().currentStream(index));
+  const Stream stream = Context::get().currentStream(index);
+  // Else another thread has just sent it home, and the address is another storage's.
+  if (known && known->isFor(storage, stream)) return known;
+  auto made = std::make_shared<SavedStorage>(shared_from_this(), storage, pairedDevice(index), stream);
   const std::lock_guard lock(mutex_);
   made->number_ = ++count_;
   made->place_ = order_.insert(order_.end(), made.get());
-  deviceBytes_ += made->bytes_;
   known_[made->key_] = made;
   waiting_.push_back(made);
   return made;
 }
 
 // What is still held by others waits on, behind the rest.
-void SavedTensors::sendHomeWhatMayGo() {
+void SavedTensors::lookForAlone() {
   for (int looked = 0; looked < kMostLookedAt; ++looked) {
     std::shared_ptr<SavedStorage> next;
     {
       const std::lock_guard lock(mutex_);
-      while (!next && !waiting_.empty() && deviceBytes_ > options_.keepBytes) {
+      while (!next && !waiting_.empty()) {
         next = waiting_.front().lock();
         waiting_.pop_front();
       }
     }
     if (!next) return;
-    if (hostBytes_ + next->bytes_ > options_.maxHostBytes) {
-      doWithout(
-          "those on the host may take " + std::to_string(options_.maxHostBytes) + " bytes, and take " +
-          std::to_string(hostBytes_.load()) + " now");
-      continue;
+    const auto place = next->place();
+    const std::lock_guard lock(mutex_);
+    if (place == SavedStorage::Place::Held) {
+      waiting_.push_back(next);
+    } else if (place == SavedStorage::Place::Alone) {
+      alone_.push_back(next);
+      next->isAlone_ = true;
+      aloneBytes_ += next->bytes_;
     }
-    bool gone = false;
+  }
+}
+
+void SavedTensors::sendHomeWhatMayGo() {
+  lookForAlone();
+  for (;;) {
+    std::shared_ptr<SavedStorage> next;
+    {
+      const std::lock_guard lock(mutex_);
+      while (!next && !alone_.empty() && aloneBytes_ > options_.keepBytes) {
+        next = alone_.front().lock();
+        alone_.pop_front();
+      }
+      if (!next) return;
+      next->isAlone_ = false;
+      aloneBytes_ -= next->bytes_;
+    }
     try {
       if (Context::get().link()->capturing(next->stream_)) continue;
-      gone = next->tryToGoHome();
+      if (hostBytes_ + next->bytes_ > options_.maxHostBytes) {
+        doWithout(
+            "those on the host may take " + std::to_string(options_.maxHostBytes) + " bytes, and take " +
+            std::to_string(hostBytes_.load()) + " now");
+        continue;
+      }
+      if (!next->goHome()) continue;
     } catch (const c10::OutOfMemoryError& error) {
       doWithout(error.what_without_backtrace());
       continue;
@@ -213,15 +261,11 @@ void SavedTensors::sendHomeWhatMayGo() {
       doWithout(error.what());
       continue;
     }
+    hostBytes_ += next->bytes_;
     const std::lock_guard lock(mutex_);
-    if (!gone) {
-      waiting_.push_back(next);
-    } else if (!std::exchange(next->isHome_, true)) {
-      hostBytes_ += next->bytes_;
-      deviceBytes_ -= next->bytes_;
-      const auto known = known_.find(next->key_);
-      if (known != known_.end() && isOf(known->second, next)) known_.erase(known);
-    }
+    next->isHome_ = true;
+    const auto known = known_.find(next->key_);
+    if (known != known_.end() && isOf(known->second, next)) known_.erase(known);
   }
 }
 
@@ -241,7 +285,6 @@ void SavedTensors::fetchAheadOf(const SavedStorage& storage) {
   const Context& context = Context::get();
   const std::size_t most = context.residency().ringBytes() / 4;
   std::vector<std::shared_ptr<SavedStorage>> next;
-  std::vector<Pin> passedOver; // let go outside of the lock
   {
     const std::lock_guard lock(mutex_);
     // What backward has been given, or has passed over.
@@ -275,7 +318,15 @@ void SavedTensors::fetchAheadOf(const SavedStorage& storage) {
     }
   }
   const Stream stream = context.currentStream(static_cast<c10::DeviceIndex>(storage.stream_.device));
-  for (const auto& before : next) before->fetchAhead(stream);
+  for (const auto& before : next) {
+    before->fetchAhead(stream);
+    {
+      const std::lock_guard lock(mutex_);
+      if (before->isAhead_) continue;
+    }
+    const std::lock_guard lock(before->mutex_); // backward has passed it over meanwhile
+    before->ahead_ = {};
+  }
 }
 
 void SavedTensors::forget(SavedStorage& storage) noexcept {
@@ -285,10 +336,10 @@ void SavedTensors::forget(SavedStorage& storage) noexcept {
   if (storage.isHome_) {
     hostBytes_ -= storage.bytes_;
   } else {
-    deviceBytes_ -= storage.bytes_;
     const auto known = known_.find(storage.key_);
     if (known != known_.end() && known->second.expired()) known_.erase(known);
   }
+  if (storage.isAlone_) aloneBytes_ -= storage.bytes_;
   if (storage.isAhead_) {
     aheadBytes_ -= storage.bytes_;
     std::erase(ahead_, &storage);

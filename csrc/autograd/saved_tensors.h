@@ -46,25 +46,32 @@ class SavedStorage : public std::enable_shared_from_this<SavedStorage> {
  private:
   friend class SavedTensors;
 
-  bool holds(const c10::Storage& storage);
-  bool tryToGoHome();
+  enum class Place { Held, Alone, Elsewhere }; // by others too; by nobody else; at home, or it will not go
+
+  bool isFor(const c10::Storage& storage, Stream stream);
+  Place place();
+  bool goHome();
   void fetchAhead(Stream stream) noexcept;
 
   const std::shared_ptr<SavedTensors> owner_;
   const c10::Device target_; // of a fetch
   const Stream stream_; // on which the storage was written
   const std::size_t bytes_;
+  const std::optional<c10::Stream> recorded_; // the same, for PyTorch
   std::mutex mutex_;
   c10::Storage storage_; // while its bytes are not in the Block
+  bool stays_ = false; // several streams use it, of which the graph keeps it for the last
   c10::DataPtr block_;
   Extent extent_;
   c10::weak_intrusive_ptr<c10::StorageImpl> restored_;
+  Stream restoredFor_;
   Pin ahead_;
 
   // Of SavedTensors, by its mutex.
   const c10::StorageImpl* const key_;
   std::uint64_t number_ = 0;
   std::optional<std::list<SavedStorage*>::iterator> place_;
+  bool isAlone_ = false;
   bool isHome_ = false;
   bool isAhead_ = false;
 };
@@ -118,6 +125,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::shared_ptr<SavedStorage> storageOf(const at::Tensor& tensor, bool home);
   std::shared_ptr<SavedStorage> noteDown(const at::Tensor& tensor);
   void sendHomeWhatMayGo();
+  void lookForAlone();
   void fetchAheadOf(const SavedStorage& storage);
   void doWithout(const std::string& why);
   void forget(SavedStorage& storage) noexcept;
@@ -129,10 +137,11 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::mutex mutex_; // never held across a call of the Link, nor while a SavedStorage goes
   std::unordered_map<const c10::StorageImpl*, std::weak_ptr<SavedStorage>> known_; // that are not home
   std::deque<std::weak_ptr<SavedStorage>> waiting_; // for others to let go of them
+  std::deque<std::weak_ptr<SavedStorage>> alone_; // that have
   std::list<SavedStorage*> order_; // in which they were saved
   std::vector<SavedStorage*> ahead_;
   std::size_t aheadBytes_ = 0;
-  std::size_t deviceBytes_ = 0; // of those that are not home
+  std::size_t aloneBytes_ = 0;
   std::uint64_t count_ = 0;
 };
 

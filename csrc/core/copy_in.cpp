@@ -40,7 +40,8 @@ Pin Residency::copyToDevice(
   try {
     // All that is left to write of it: its bytes are charged.
     slot->buffer.home = dev.transfer.deviceBound();
-    slot->buffer.data = allocate(dev, bytes);
+    // What is only foreseen must not empty the cache.
+    slot->buffer.data = tooLarge != nullptr ? allocate(dev, bytes) : link_.allocate(bytes, slot->buffer.home);
     slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
     const Activity activity = tooLarge != nullptr ? Activity::Fetch : Activity::Prefetch;
     const auto span = observe({activity, dev.index, slot->host, extent.bytes(), block.purpose, block.gradientOf});

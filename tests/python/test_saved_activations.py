@@ -279,6 +279,61 @@ def test_a_tensor_that_is_kept_is_not_kept_for_ever():
     assert storage() is None
 
 
+@pytest.mark.parametrize("size", [0, 512])
+def test_a_storage_that_is_resized_after_it_was_saved(size):
+    def run(region):
+        x = data(64, 64).requires_grad_()
+        with region:
+            h = x.exp()
+            row = h[:1]
+            y, edge = row.sin(), torch.autograd.graph.get_gradient_edge(row)
+            with torch.no_grad():
+                torch.ops.inductor.resize_storage_bytes_(h.detach(), size)
+            del h, row
+            z = y.cos().sum().exp()
+        return torch.autograd.grad(z, edge) if size > 0 else None  # the row is within what is left
+
+    assert_same(run(everything()), run(contextlib.nullcontext()))
+
+
+@cached
+def test_a_module_whose_filter_knows_it_can_go():
+    class Filtered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Linear(8, 8)
+            offload_activations(self, filter=self.wanted)
+
+        def wanted(self, tensor):
+            return tensor.nbytes > 8
+
+        def forward(self, x):
+            return self.part(x)
+
+    net = Filtered()
+    net(data(3, 8).cpu()).sum().backward()
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None
+
+
+def test_another_hook_fails_before_a_module_runs():
+    def fail(*_):
+        raise ZeroDivisionError
+
+    net = offload_activations(nn.Linear(8, 8).to(COMPUTE), min_bytes=0)
+    with everything():
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(fail)
+        try:
+            with pytest.raises(ZeroDivisionError):
+                net(data(3, 8))
+        finally:
+            handle.remove()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def test_two_models_at_once():
     def run(device, region, before_backward):
         nets = [layers(3, 8).to(device) for _ in range(2)]
@@ -342,13 +397,15 @@ def test_checkpointing(reentrant):
 def test_inputs_of_checkpointed_regions_go_and_what_is_recomputed_does_not(reentrant):
     net, h = nn.ModuleList(layers(2, 64) for _ in range(4)).to(COMPUTE), data(32, 64).requires_grad_().exp()
     before = sent_home()
-    with everything():
+    region = everything()
+    with region:
         for block in net:
             h = checkpoint(block, h, use_reentrant=reentrant)
         h = h.sum().exp()
     gone = sent_home() - before
     assert 3 * 32 * 64 * 4 <= gone <= 4 * 32 * 64 * 4 + 1000
-    h.backward()
+    with region:
+        h.backward()
     assert sent_home() - before == gone
 
 
@@ -404,6 +461,26 @@ def test_options():
     with pytest.raises(ZeroDivisionError), everything(filter=lambda t: 1 / 0):
         x.exp()
     assert sent(min_bytes=0) >= 3 * big  # nothing is left of the failure
+
+
+@cached
+def test_what_is_held_does_not_count():
+    x, weight = data(32, 64).requires_grad_(), data(64, 64)
+    big = 32 * 64 * 4
+
+    def sent(**options):
+        before = sent_home()
+        with saved_tensors(min_bytes=0, **options):
+            y = (x @ weight).exp().sin().cos().exp().sum().exp()
+        gone = sent_home() - before
+        y.backward()
+        return gone
+
+    everywhere = sent()
+    assert sent(keep_bytes=2 * big) == everywhere - 2 * big
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sent(max_host_bytes=everywhere) == everywhere
 
 
 def test_as_a_decorator():
