@@ -80,10 +80,10 @@ def test_a_step_makes_them_move_once_more():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
     size = sum(p.nbytes for p in net.parameters())
     x = data(16, WIDTH)
-    training(net, [[x]], optimizer)
-    down, up = moved(lambda: training(net, [[x]], optimizer))
-    assert size <= down <= 1.1 * size
-    assert up == size
+    training(net, [[x]] * 6, optimizer)
+    down, up = moved(lambda: training(net, [[x]] * 4, optimizer))
+    assert 4 * size <= down <= 4.1 * size  # a step's end has the first ones of the next come
+    assert up == 4 * size
 
 
 def test_gradients_of_many_micro_batches_go_home_once():
@@ -91,11 +91,11 @@ def test_gradients_of_many_micro_batches_go_home_once():
     net = layers(6, WIDTH).to(OFFLOAD)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
     batch = [data(16, WIDTH, seed=k) for k in range(4)]
-    training(net, [batch], optimizer)
-    down, up = moved(lambda: training(net, [batch], optimizer))
+    training(net, [batch] * 6, optimizer)
+    down, up = moved(lambda: training(net, [batch] * 4, optimizer))
     size = sum(p.nbytes for p in net.parameters())
-    assert up == size
-    assert size <= down <= 1.1 * size, "gradients are read by nobody"
+    assert up == 4 * size
+    assert 4 * size <= down <= 4.1 * size, "gradients are read by nobody"
 
 
 def test_gradients_of_a_weight_that_is_used_twice_go_home_once_and_in_backward():
