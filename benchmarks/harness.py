@@ -203,6 +203,15 @@ def mib(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**20:.2f}"
 
 
+def below_goals(records: Sequence[dict[str, Any]], goals: dict[int, float]) -> list[str]:
+    """A sentence for each record, by its tokens, whose ratio to the ideal is less than the goal."""
+    return [
+        f"{record['tokens']} tokens: {record['ratio']:.3f} of the ideal, and not {goals[record['tokens']]}."
+        for record in records
+        if record["ratio"] < goals[record["tokens"]]
+    ]
+
+
 def finish(problems: Sequence[str]) -> None:
     """Ends the process with status 1 and a line for each problem, where there are any."""
     if problems:

@@ -73,18 +73,10 @@ class Program {
 
  private:
   void act() {
-    if (batches_ && models_.size() < 4 * kMostBlocks) {
-      return addBlock();
-    }
-    if (models_.empty() || (models_.size() < kMostBlocks && random_.oneIn(8))) {
-      return addBlock();
-    }
-    if (shared_ && random_.oneIn(4)) {
-      return meet();
-    }
-    if (ordered_ && !random_.oneIn(batches_ ? 20 : 5)) {
-      return fetchNext();
-    }
+    if (batches_ && models_.size() < 4 * kMostBlocks) return addBlock();
+    if (models_.empty() || (models_.size() < kMostBlocks && random_.oneIn(8))) return addBlock();
+    if (shared_ && random_.oneIn(4)) return meet();
+    if (ordered_ && !random_.oneIn(batches_ ? 20 : 5)) return fetchNext();
     switch (random_.below(32)) {
       case 0 ... 7:
         return fetch();
@@ -277,9 +269,7 @@ class Program {
   }
 
   void fetch(Model& from, Range part, Stream on) {
-    if (from.beingWritten()) {
-      return;
-    }
+    if (from.beingWritten()) return;
     const std::uint64_t hits = rig_.cache.stats(on.device).hits;
     Pin pin = rig_.cache.fetch(*from.block, {part.begin, part.begin + part.bytes}, on);
     const auto host = from.block->address() + part.begin;
@@ -323,9 +313,7 @@ class Program {
   }
 
   void alsoUse(std::vector<Held>::iterator held) {
-    if (held == pins_.end()) {
-      return;
-    }
+    if (held == pins_.end()) return;
     const Stream more = streamOf(held->streams.front().device);
     rig_.order(held->streams.front(), more);
     held->pin.alsoUsedOn(more);
@@ -340,9 +328,7 @@ class Program {
 
   void adopt() {
     Model& to = model();
-    if (to.beingWritten() || to.foreign) {
-      return;
-    }
+    if (to.beingWritten() || to.foreign) return;
     const Stream producer = stream();
     const Stream home = streamOf(producer.device);
     const std::size_t bytes = to.bytes.size();
@@ -363,9 +349,7 @@ class Program {
 
   void store() {
     Model& to = model();
-    if (to.beingWritten()) {
-      return;
-    }
+    if (to.beingWritten()) return;
     const Range part = range(to);
     const Stream producer = stream();
     const Bytes result = value(part.bytes);
@@ -403,9 +387,7 @@ class Program {
 
   void hostRead() {
     Model& from = model();
-    if (from.lease) {
-      return readHost(from, range(from));
-    }
+    if (from.lease) return readHost(from, range(from));
     const HostLease lease = rig_.cache.lease(*from.block, Access::Read);
     readHost(from, range(from));
   }
@@ -429,9 +411,7 @@ class Program {
 
   void changeBehindItsBack() {
     Model& to = model();
-    if (to.beingWritten()) {
-      return;
-    }
+    if (to.beingWritten()) return;
     rig_.cache.drain(false);
     const HostLease lease = rig_.cache.lease(*to.block, Access::Read);
     writeUnder(to, range(to));

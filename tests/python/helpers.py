@@ -107,6 +107,20 @@ def layers(count: int = 4, width: int = 8) -> torch.nn.Sequential:
     return torch.nn.Sequential(*[m for _ in range(count) for m in (torch.nn.Linear(width, width), torch.nn.GELU())])
 
 
+class Scaled(torch.autograd.Function):
+    """``x * weight``, as somebody writes it who knows nothing of offload."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
 class Tied(torch.nn.Module):
     """A language model whose head has the embedding's weight; with a buffer or two in `norm`."""
 

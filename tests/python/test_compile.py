@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
-from helpers import COMPUTE, GPU, OFFLOAD, SIM, assert_same, at, data, grads, passes, same, values
+from helpers import COMPUTE, GPU, OFFLOAD, SIM, Scaled, assert_same, at, data, grads, passes, same, values
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -219,18 +219,6 @@ def test_meta_models():
     assert F.linear(data(2, 4), model.weight).device.type == COMPUTE.type
 
 
-class Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_users_function(backend):
     """Its backward knows nothing of offload, and returns a gradient from where it computed."""
@@ -238,7 +226,7 @@ def test_a_users_function(backend):
     def run(device):
         torch.compiler.reset()
         x, weight = data(3, 4).requires_grad_(), at("cpu", 4).to(device).requires_grad_()
-        y = compiled(lambda x, w: Scale.apply(x, w).sin().sum(), backend)(x, weight)
+        y = compiled(lambda x, w: Scaled.apply(x, w).sin().sum(), backend)(x, weight)
         y.backward()
         assert weight.grad.device == weight.device
         return y, x.grad, weight.grad

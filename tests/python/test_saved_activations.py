@@ -1,53 +1,20 @@
 """``torch_offload.saved_tensors``: what autograd saves goes to host memory and comes back, with the same bits."""
 
 import contextlib
-import gc
 import os
 import threading
-import warnings
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CACHED, COMPUTE, GPU, OFFLOAD, assert_same, at, data, deterministic, grads, layers, says
+from helpers import COMPUTE, OFFLOAD, assert_same, at, data, grads, layers
+from saving import PLACES, both_ways, cached, everything, held, sent_home, stats
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_offload
-from torch_offload import keep_saved_tensors, offload_activations, saved_tensors
-
-cached = pytest.mark.skipif(not CACHED, reason="tensors are in host memory already")
-PLACES = [COMPUTE, OFFLOAD]
-
-
-def everything(**options):
-    return saved_tensors(min_bytes=0, **options)
-
-
-def stats(name):
-    return torch_offload.memory_stats()[name]
-
-
-def sent_home():
-    return stats("link.bytes_to_host")
-
-
-def held():
-    gc.collect()
-    return stats("host.activation_bytes.current")
-
-
-def both_ways(run, region=everything, empty=True):
-    """The same with and without the region, the cache emptied before backward, on either device."""
-    for device in PLACES:
-        with deterministic():
-            torch.manual_seed(0)
-            expected = run(device, contextlib.nullcontext, lambda: None)
-            torch.manual_seed(0)
-            actual = run(device, region, torch_offload.empty_cache if empty else lambda: None)
-        assert_same(actual, expected, str(device))
-
+from torch_offload import saved_tensors
 
 MODELS = {
     "linear": (lambda: layers(4, 8), (3, 8)),
@@ -296,44 +263,6 @@ def test_a_storage_that_is_resized_after_it_was_saved(size):
     assert_same(run(everything()), run(contextlib.nullcontext()))
 
 
-@cached
-def test_a_module_whose_filter_knows_it_can_go():
-    class Filtered(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = nn.Linear(8, 8)
-            offload_activations(self, filter=self.wanted)
-
-        def wanted(self, tensor):
-            return tensor.nbytes > 8
-
-        def forward(self, x):
-            return self.part(x)
-
-    net = Filtered()
-    net(data(3, 8).cpu()).sum().backward()
-    gone = weakref.ref(net)
-    del net
-    gc.collect()
-    assert gone() is None
-
-
-def test_another_hook_fails_before_a_module_runs():
-    def fail(*_):
-        raise ZeroDivisionError
-
-    net = offload_activations(nn.Linear(8, 8).to(COMPUTE), min_bytes=0)
-    with everything():
-        handle = torch.nn.modules.module.register_module_forward_pre_hook(fail)
-        try:
-            with pytest.raises(ZeroDivisionError):
-                net(data(3, 8))
-        finally:
-            handle.remove()
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
 def test_two_models_at_once():
     def run(device, region, before_backward):
         nets = [layers(3, 8).to(device) for _ in range(2)]
@@ -407,177 +336,3 @@ def test_inputs_of_checkpointed_regions_go_and_what_is_recomputed_does_not(reent
     with region:
         h.backward()
     assert sent_home() - before == gone
-
-
-@cached
-def test_the_innermost_region_decides():
-    x = data(32, 64).requires_grad_()
-    before = sent_home()
-    with everything():
-        y = x.exp().exp()
-        one = sent_home() - before
-        with keep_saved_tensors():
-            y = y.exp().exp().exp()
-            y = y * 1
-        assert sent_home() - before == one
-        y = y.exp().exp().sin()
-    assert sent_home() - before > one
-    y.sum().backward()
-    z = x.detach().requires_grad_()
-    z.exp().exp().exp().exp().exp().exp().exp().sin().sum().backward()
-    assert_same(x.grad, z.grad)
-
-
-@cached
-def test_options():
-    x = data(32, 64).requires_grad_()
-    big, asked = 32 * 64 * 4, []
-
-    def sent(**options):
-        before = sent_home()
-        with saved_tensors(**options):
-            y = x.exp().sin().cos().exp().sum().exp()
-        gone = sent_home() - before
-        y.backward()
-        return gone
-
-    def only_complex(tensor):
-        asked.append(tensor.shape)
-        return tensor.is_complex()
-
-    assert sent(min_bytes=big + 1) == 0
-    assert sent(min_bytes=big) >= 3 * big
-    assert sent(min_bytes=0, keep_bytes=2 * big) == sent(min_bytes=0) - 2 * big
-    assert sent(min_bytes=0, keep_bytes=100 * big) == 0
-    assert sent(min_bytes=0, filter=only_complex) == 0
-    assert len(asked) >= 4
-    assert asked[0] == (32, 64)
-    with pytest.warns(
-        UserWarning, match=f"stay on the device: those on the host may take {big} bytes, and take {big} now"
-    ):
-        assert sent(min_bytes=0, max_host_bytes=big) == big
-    says(ValueError, "offload: min_bytes is -1; give bytes, 0 or more.", lambda: saved_tensors(min_bytes=-1))
-    says(ValueError, "offload: keep_bytes is -2; give bytes, 0 or more.", lambda: saved_tensors(keep_bytes=-2))
-    with pytest.raises(ZeroDivisionError), everything(filter=lambda t: 1 / 0):
-        x.exp()
-    assert sent(min_bytes=0) >= 3 * big  # nothing is left of the failure
-
-
-@cached
-def test_what_is_held_does_not_count():
-    x, weight = data(32, 64).requires_grad_(), data(64, 64)
-    big = 32 * 64 * 4
-
-    def sent(**options):
-        before = sent_home()
-        with saved_tensors(min_bytes=0, **options):
-            y = (x @ weight).exp().sin().cos().exp().sum().exp()
-        gone = sent_home() - before
-        y.backward()
-        return gone
-
-    everywhere = sent()
-    assert sent(keep_bytes=2 * big) == everywhere - 2 * big
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert sent(max_host_bytes=everywhere) == everywhere
-
-
-def test_as_a_decorator():
-    @everything()
-    def forward(net, x, depth=1):
-        h = net(x)
-        return forward(net, h, depth - 1) if depth else h
-
-    net, x = layers(2, 8).to(OFFLOAD), data(3, 8)
-    forward(net, x).sum().backward()
-    expected = grads(net)
-    net.zero_grad()
-    net(net(x)).sum().backward()
-    assert_same(grads(net), expected)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(layers(2, 32) for _ in range(4))
-        self.head = nn.Sequential(nn.Linear(32, 32), *[nn.Tanh() for _ in range(6)])
-        self.fails = False
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        if self.fails:
-            raise ZeroDivisionError
-        return self.head(x)
-
-
-@cached
-def test_modules_by_name():
-    def sent(**options):
-        net = offload_activations(Model().to(COMPUTE), min_bytes=0, **options)
-        before = sent_home()
-        y = net(data(16, 32).requires_grad_().exp())
-        gone = sent_home() - before
-        y.sum().backward()
-        return gone
-
-    everywhere = sent()
-    assert everywhere > sent(exclude="head") > sent(include="layers.?", exclude=["layers.1", "layers.2"]) > 0
-    assert sent(include="*.0", exclude="") == 0
-    assert sent(include="head.*", exclude="head") == 0
-
-
-def test_modules_are_left_as_they_were_found():
-    def run(device, region, before_backward):
-        net = Model().to(device)
-        if region is everything:
-            offload_activations(net, min_bytes=0, include="layers.*", exclude="head")
-        net.fails = True
-        with pytest.raises(ZeroDivisionError):
-            net(data(16, 32))
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        net.fails = False
-        y = net(data(16, 32))
-        before_backward()
-        y.sum().backward()
-        return grads(net)
-
-    both_ways(run)
-    sentence = 'offload: no module of Model is named "block*"; see named_modules().'
-    says(ValueError, sentence, lambda: offload_activations(Model(), include="block*"))
-
-
-def test_a_program_without_offload_tensors():
-    """Also where nothing else has used the device before."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        x = data(8, 8).requires_grad_()
-        with everything():
-            y = x.exp().sin().sum()
-        y.backward()
-    assert_same(x.grad, x.detach().exp().cos() * x.detach().exp())
-
-
-@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-def test_peak_of_gpu_memory():
-    net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(24)]).to(COMPUTE)
-    x = data(16384, 512)  # 32 MiB, of which each layer saves two
-
-    def peak(context):
-        net.zero_grad()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        with context:
-            loss = net(x).sum()
-        loss.backward()
-        return torch.cuda.max_memory_allocated()
-
-    ring = torch_offload.get_ring_bytes()
-    try:
-        torch_offload.set_ring_bytes(128 << 20)
-        peak(contextlib.nullcontext())
-        plain, offloaded = peak(contextlib.nullcontext()), peak(saved_tensors())
-    finally:
-        torch_offload.set_ring_bytes(ring)
-    assert plain - offloaded > 0.6 * 48 * x.nbytes

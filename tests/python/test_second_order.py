@@ -2,21 +2,9 @@
 
 import pytest
 import torch
-from helpers import COMPUTE, OFFLOAD, at, data, grads, same
+from helpers import COMPUTE, OFFLOAD, Scaled, at, data, grads, same
 from torch import nn
 from torch.autograd import grad
-
-
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0)
 
 
 class Scale(nn.Module):

@@ -21,6 +21,7 @@ AUTOGRAD = [
     "test_hooks.py",
     "test_saved_tensors.py",
     "test_saved_activations.py",
+    "test_saved_regions.py",
     "test_second_order.py",
     "test_custom_functions.py",
     "test_threads_streams.py",
