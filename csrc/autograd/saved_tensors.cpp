@@ -112,6 +112,11 @@ bool SavedStorage::isFor(const c10::Storage& storage, Stream stream) {
 
 SavedStorage::Place SavedStorage::place() {
   const std::lock_guard lock(mutex_);
+  return placeNow();
+}
+
+// Under the mutex.
+SavedStorage::Place SavedStorage::placeNow() const {
   if (!storage_ || stays_ || storage_.nbytes() != bytes_) return Place::Elsewhere; // or resized since
   return storage_.use_count() > 1 ? Place::Held : Place::Alone;
 }
@@ -119,7 +124,7 @@ SavedStorage::Place SavedStorage::place() {
 // False where it is not alone any more.
 bool SavedStorage::goHome() {
   const std::lock_guard lock(mutex_);
-  if (!storage_ || stays_ || storage_.nbytes() != bytes_ || storage_.use_count() > 1) return false;
+  if (placeNow() != Place::Alone) return false;
   if (recorded_) c10::getDeviceAllocator(target_.type())->recordStream(storage_.data_ptr(), *recorded_);
   block_ = sendHome(storage_, Purpose::Activation, stream_);
   storage_ = {};

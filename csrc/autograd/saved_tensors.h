@@ -50,6 +50,7 @@ class SavedStorage : public std::enable_shared_from_this<SavedStorage> {
 
   bool isFor(const c10::Storage& storage, Stream stream);
   Place place();
+  Place placeNow() const;
   bool goHome();
   void fetchAhead(Stream stream) noexcept;
 
