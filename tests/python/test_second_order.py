@@ -16,9 +16,11 @@ class Scale(nn.Module):
         return Scaled.apply(x, self.weight)
 
 
-def net(first):
+def net(first, *shape):
     torch.manual_seed(0)
-    return nn.Sequential(first(), nn.Tanh(), nn.Flatten(), nn.LazyLinear(1))
+    model = nn.Sequential(first(), nn.Tanh(), nn.Flatten(), nn.LazyLinear(1))
+    model(torch.zeros(shape))  # makes the lazy layer
+    return model
 
 
 NETS = {
@@ -61,9 +63,7 @@ def test_gradient_penalty(order, name, fed_from):
     first, shape = NETS[name]
 
     def run(device):
-        model, x = net(first), data(*shape, device=COMPUTE).requires_grad_()
-        model(x)  # makes the lazy layer
-        model.to(device)
+        model, x = net(first, *shape).to(device), data(*shape, device=COMPUTE).requires_grad_()
         if fed_from == "offload":
             x = x.detach().to(device).requires_grad_()
         y = model(x)
@@ -77,9 +77,7 @@ def test_gradient_penalty(order, name, fed_from):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradient_penalty_under_autocast(dtype):
     def run(device):
-        model, x = net(lambda: nn.Linear(6, 8)), data(5, 6).requires_grad_()
-        model(x)
-        model.to(device)
+        model, x = net(lambda: nn.Linear(6, 8), 5, 6).to(device), data(5, 6).requires_grad_()
         with torch.autocast(COMPUTE.type, dtype):
             y = model(x)
         (by_x,) = grad(y.float().sum(), x, create_graph=True)
@@ -91,9 +89,7 @@ def test_gradient_penalty_under_autocast(dtype):
 
 def test_hessian():
     def run(device):
-        model, x = net(lambda: nn.Linear(6, 8)), data(5, 6)
-        model(x)
-        model.to(device)
+        model, x = net(lambda: nn.Linear(6, 8), 5, 6).to(device), data(5, 6)
         return torch.autograd.functional.hessian(lambda x: model(x).tanh().sum(), x)
 
     same(run)
