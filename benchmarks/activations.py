@@ -6,21 +6,23 @@ the blocks. With U bytes that cross the link up in forward and down in backward,
 
     ideal = max(plain forward, U / B) + max(plain backward, U / B)
 
-for weights on the GPU. `saved` is how much lower the peak is than the plain variant's. Gradients are compared bit for bit under
-deterministic algorithms. Peers, in the same run: PyTorch's save_on_cpu(pin_memory=True), torchtune's OffloadActivations, and
-RamTorch's model with its activations offloaded, which streams its weights as well.
+for weights on the GPU. `saved` is how much lower the peak is than the plain variant's. Gradients are compared bit for bit in
+steps of their own, with deterministic algorithms and flash attention (cuDNN's backward is not deterministic). Peers, in the
+same run: PyTorch's save_on_cpu(pin_memory=True), torchtune's OffloadActivations, and RamTorch's model with its activations
+offloaded, which streams its weights as well.
 """
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -68,6 +70,16 @@ def make_step(forward: Forward, x: Tensor, grad_output: Tensor) -> Callable[[], 
         forward(x + x.new_zeros((), requires_grad=True)).backward(grad_output)
 
     return step
+
+
+@contextlib.contextmanager
+def deterministic(cuda: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if cuda else contextlib.nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def make_variants(resident: nn.Sequential, checkpointed: bool, tiny: bool) -> dict[str, tuple[nn.Sequential, Forward]]:
@@ -127,6 +139,9 @@ def compare(
         record |= {"slower": time.median / times["plain"].median, "peak": peak, "bytes_up": up}
         if name in variants:
             blocks = variants[name][0]
+            clear[name]()
+            with deterministic(x.is_cuda):
+                steps[name]()
             made = [gradient.to(x.device) for gradient in gradients(blocks)]
             truth = truth or [gradient.clone() for gradient in made]
             record["equal"] = all(map(equal, made, truth))
@@ -160,7 +175,6 @@ def row(record: dict[str, Any]) -> list[object]:
 def main() -> None:
     options = arguments(__doc__, rounds=5).parse_args()
     device = compute_device(options.tiny)
-    torch.use_deterministic_algorithms(True, warn_only=True)
     torch_offload.set_budget(0)
     shape, count = (TINY, 4) if options.tiny else (LLAMA_8B, 8)
     cases = [(16, False), (32, True)] if options.tiny else [(8192, False), (32768, True)]
