@@ -288,13 +288,15 @@ at::Tensor SavedTensors::unpack(const SavedTensor& saved) {
 void SavedTensors::fetchAheadOf(const SavedStorage& storage) {
   if (!storage.place_) return;
   const Context& context = Context::get();
-  const std::size_t most = context.residency().ringBytes() / 4;
+  const std::size_t most = context.residency().ringBytes() / 2;
   std::vector<std::shared_ptr<SavedStorage>> next;
   {
     const std::lock_guard lock(mutex_);
-    // What backward has been given, or has passed over.
+    asked_[askedCount_++ % asked_.size()] = storage.number_;
+    const std::uint64_t passed = *std::max_element(asked_.begin(), asked_.end());
+    // What backward has been given, or has passed over: a node asks for what it saved in any order.
     std::erase_if(ahead_, [&](SavedStorage* ahead) {
-      if (ahead->number_ < storage.number_) return false;
+      if (ahead->number_ != storage.number_ && ahead->number_ <= passed) return false;
       ahead->isAhead_ = false;
       aheadBytes_ -= ahead->bytes_;
       if (auto held = ahead->weak_from_this().lock()) next.push_back(std::move(held));

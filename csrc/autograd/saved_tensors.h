@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <list>
@@ -104,8 +105,8 @@ class SavedTensor {
 /// what somebody still holds, a parameter above all, never travels, as that would free nothing; a storage that several nodes save,
 /// or through several views, travels once, and so comes back; and when backward turns round, what was saved last is still there.
 ///
-/// Backward asks in the opposite order. With each storage that it is given, those saved before it are fetched ahead, within a part of
-/// the ring. Who asks in another order gets right bytes, later.
+/// Backward asks in the opposite order, but for what one node saved. With each storage that it is given, those saved before it are
+/// fetched ahead, within a part of the ring. Who asks in another order gets right bytes, later.
 ///
 /// A fetched weight that is saved is a reference to its source, and is fetched again: its bytes are on the host already.
 ///
@@ -141,6 +142,8 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::deque<std::weak_ptr<SavedStorage>> alone_; // that have
   std::list<SavedStorage*> order_; // in which they were saved
   std::vector<SavedStorage*> ahead_;
+  std::array<std::uint64_t, 8> asked_{}; // the numbers of those that backward was given last
+  std::size_t askedCount_ = 0;
   std::size_t aheadBytes_ = 0;
   std::size_t aloneBytes_ = 0;
   std::uint64_t count_ = 0;

@@ -145,6 +145,28 @@ def test_a_storage_travels_once_however_often_it_is_saved():
 
 
 @cached
+@pytest.mark.skipif("TORCH_OFFLOAD_EVICT" in os.environ, reason="nothing that is ahead stays")
+def test_what_one_node_saved_comes_back_once_in_whatever_order_it_asks():
+    ring, x = torch_offload.get_ring_bytes(), data(64, 64).requires_grad_()
+    torch_offload.set_ring_bytes(2 * 64 * 64 * 4)
+    try:
+        before = sent_home()
+        with everything():
+            y = x
+            for _ in range(6):
+                y = (y + 1) * (y * 0.5)  # a product asks for its first factor first
+            y = y.sum()
+        sent = sent_home() - before
+        torch_offload.empty_cache()
+        fetched = stats("link.bytes_to_device")
+        y.backward()
+        assert sent >= 10 * 64 * 64 * 4
+        assert stats("link.bytes_to_device") - fetched == sent
+    finally:
+        torch_offload.set_ring_bytes(ring)
+
+
+@cached
 def test_what_somebody_holds_stays():
     net, x = nn.Linear(64, 64).to(COMPUTE), data(32, 64).requires_grad_()
     before = sent_home()
