@@ -1,0 +1,48 @@
+// Which share of the bytes that a step saves can cross the link while the device computes.
+#pragma once
+
+#include <cstddef>
+
+namespace offload {
+
+/// What one step was seen to do. Times are in seconds; exposed is the part in which the device waited for saved bytes.
+struct SavedStep {
+  double forward = 0;
+  double forwardExposed = 0;
+  double backward = 0;
+  double backwardExposed = 0;
+  std::size_t candidates = 0; // bytes that might have gone
+  std::size_t sent = 0; // those that went
+  std::size_t up = 0; // bytes that the link carried home in forward, whatever they were
+  std::size_t down = 0; // and to the device in backward
+};
+
+/// Note [The hidden share]
+/// The first step best sends everything, which needs the least memory. A step in which the device waited for the link tells how much too
+/// much that was: while it waited, the link carried what the next step had better keep. A step that didn't wait raises the share a
+/// little, up to halfway to what is held to be too much: the share that was, or a little more than was hidden then. So where nothing
+/// changes, it closes in on the largest share that is hidden. What is known is forgotten after a while, as programs change. Not
+/// thread safe.
+class HiddenShare {
+ public:
+  /// `first` is the share of the first step.
+  explicit HiddenShare(double first = 1) : share_(first) {}
+  /// From 0 to 1.
+  double share() const {
+    return share_;
+  }
+  /// Whether these bytes go, which are the next that might; those that do are spread evenly.
+  bool take(std::size_t bytes);
+  void beginStep() {
+    due_ = 0;
+  }
+  void learn(const SavedStep& step);
+
+ private:
+  double share_;
+  double tooMuch_ = 2; // the least share that is held to be: none
+  double due_ = 0;
+  int learned_ = 0;
+};
+
+} // namespace offload

@@ -1,0 +1,143 @@
+#include "core/hidden_share.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace offload {
+namespace {
+
+constexpr std::size_t kSaved = 10'000'000'000;
+
+// A program whose link carries saved bytes, and others, beside a device that computes.
+struct Program {
+  double forward = 0.05;
+  double backward = 0.1;
+  double rate = 55e9;
+  double othersDown = 0; // bytes a backward, which come first
+
+  // The share that is just hidden.
+  double hidden() const {
+    const double bytes = std::min(forward * rate, backward * rate - othersDown);
+    return std::clamp(bytes / static_cast<double>(kSaved), 0.0, 1.0);
+  }
+
+  SavedStep run(double share) const {
+    SavedStep step;
+    step.candidates = kSaved;
+    step.sent = static_cast<std::size_t>(share * kSaved);
+    const auto sent = static_cast<double>(step.sent);
+    step.up = step.sent;
+    step.down = static_cast<std::size_t>(sent + othersDown);
+    step.forwardExposed = std::max(0.0, sent / rate - forward);
+    step.forward = forward + step.forwardExposed;
+    const double withoutSaved = std::max(backward, othersDown / rate);
+    step.backwardExposed = std::max(0.0, (sent + othersDown) / rate - withoutSaved);
+    step.backward = withoutSaved + step.backwardExposed;
+    return step;
+  }
+};
+
+void train(HiddenShare& share, const Program& program, int steps) {
+  for (int step = 0; step < steps; ++step) share.learn(program.run(share.share()));
+}
+
+TEST(HiddenShare, AllGoesInTheFirstStep) {
+  HiddenShare share;
+  EXPECT_EQ(share.share(), 1);
+  EXPECT_TRUE(share.take(100));
+  EXPECT_TRUE(share.take(1));
+}
+
+TEST(HiddenShare, WhatIsHiddenIsKnownAfterOneStep) {
+  for (const Program program : {Program{}, Program{.backward = 0.02}, Program{.rate = 25e9}, Program{.othersDown = 4e9}}) {
+    HiddenShare share;
+    train(share, program, 1);
+    EXPECT_NEAR(share.share(), program.hidden(), 0.01);
+  }
+}
+
+TEST(HiddenShare, AllGoesForGoodWhereTheLinkHidesIt) {
+  HiddenShare share;
+  train(share, Program{.rate = 500e9}, 100);
+  EXPECT_EQ(share.share(), 1);
+}
+
+TEST(HiddenShare, NoStepAfterTheFirstIsMuchSlowerThanWithoutIt) {
+  const Program program;
+  HiddenShare share;
+  train(share, program, 1);
+  double worst = 0;
+  double sum = 0;
+  constexpr int steps = 300;
+  for (int i = 0; i < steps; ++i) {
+    const SavedStep step = program.run(share.share());
+    const double slower = (step.forward + step.backward) / (program.forward + program.backward);
+    worst = std::max(worst, slower);
+    sum += slower;
+    share.learn(step);
+    EXPECT_GT(share.share(), 0.9 * program.hidden());
+  }
+  EXPECT_LT(worst, 1.03);
+  EXPECT_LT(sum / steps, 1.01);
+}
+
+TEST(HiddenShare, NothingIsSentBesideALinkThatOthersFill) {
+  HiddenShare share;
+  const Program program{.othersDown = 9e9};
+  train(share, program, 5);
+  EXPECT_LT(share.share(), 0.02);
+}
+
+TEST(HiddenShare, FollowsAProgramThatChanges) {
+  HiddenShare share;
+  train(share, Program{}, 20);
+  const Program longer{.forward = 0.1, .backward = 0.2};
+  train(share, longer, 160);
+  EXPECT_NEAR(share.share(), longer.hidden(), 0.03);
+  const Program shorter{.forward = 0.02, .backward = 0.04};
+  train(share, shorter, 2);
+  EXPECT_NEAR(share.share(), shorter.hidden(), 0.03);
+}
+
+TEST(HiddenShare, ASlowStepIsMadeUpFor) {
+  HiddenShare share;
+  const Program program;
+  train(share, program, 3);
+  SavedStep slow = program.run(share.share());
+  slow.forwardExposed = 0.9 * slow.forward;
+  share.learn(slow);
+  EXPECT_LT(share.share(), 0.2 * program.hidden());
+  train(share, program, 160);
+  EXPECT_NEAR(share.share(), program.hidden(), 0.03);
+}
+
+TEST(HiddenShare, AStepThatSavedNothingTellsNothing) {
+  HiddenShare share;
+  train(share, Program{}, 1);
+  const double before = share.share();
+  share.learn({});
+  EXPECT_EQ(share.share(), before);
+}
+
+TEST(HiddenShare, WhatGoesIsSpreadEvenly) {
+  HiddenShare share;
+  train(share, Program{}, 1);
+  share.beginStep();
+  std::size_t seen = 0;
+  std::size_t sent = 0;
+  const std::vector<std::size_t> sizes{64, 16, 224, 224, 1, 64};
+  for (int layer = 0; layer < 50; ++layer) {
+    for (const std::size_t bytes : sizes) {
+      seen += bytes;
+      sent += share.take(bytes) ? bytes : 0;
+      const double due = share.share() * static_cast<double>(seen);
+      EXPECT_LE(static_cast<double>(sent), due + 1e-6);
+      EXPECT_GE(static_cast<double>(sent), due - 224);
+    }
+  }
+}
+
+} // namespace
+} // namespace offload
