@@ -6,10 +6,11 @@ the blocks. With U bytes that cross the link up in forward and down in backward,
 
     ideal = max(plain forward, U / B) + max(plain backward, U / B)
 
-for weights on the GPU. `saved` is how much lower the peak is than the plain variant's. Gradients are compared bit for bit in
-steps of their own, with deterministic algorithms and flash attention (cuDNN's backward is not deterministic). Peers, in the
-same run: PyTorch's save_on_cpu(pin_memory=True), torchtune's OffloadActivations, and RamTorch's model with its activations
-offloaded, which streams its weights as well.
+for weights on the GPU. `saved` is how much lower the peak is than the plain variant's, both of a step that adds to gradients;
+`automatic` chooses by itself how much goes, and says it. Gradients are compared bit for bit in steps of their own, with
+deterministic algorithms and flash attention (cuDNN's backward is not deterministic). Peers, in the same run: PyTorch's
+save_on_cpu(pin_memory=True), torchtune's OffloadActivations, and RamTorch's model with its activations offloaded, which
+streams its weights as well.
 """
 
 import contextlib
@@ -82,10 +83,14 @@ def deterministic(cuda: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def make_variants(resident: nn.Sequential, checkpointed: bool, tiny: bool) -> dict[str, tuple[nn.Sequential, Forward]]:
-    """By name, the blocks whose gradients a variant makes, and how it runs."""
+def make_variants(
+    resident: nn.Sequential, checkpointed: bool, tiny: bool
+) -> tuple[dict[str, tuple[nn.Sequential, Forward]], Any]:
+    """By name, the blocks whose gradients a variant makes, and how it runs; and the region that chooses by itself."""
     count = len(resident)
-    region = torch_offload.saved_tensors(min_bytes=0 if tiny else 1 << 20)
+    least = 0 if tiny else 1 << 20
+    region = torch_offload.saved_tensors(min_bytes=least)
+    automatic = torch_offload.saved_tensors(min_bytes=least, share="auto")
     on_cpu = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
     streamed = copied_to(resident, "offload")
 
@@ -95,13 +100,14 @@ def make_variants(resident: nn.Sequential, checkpointed: bool, tiny: bool) -> di
     variants = {"plain": variant(resident)}
     for first in [count] if checkpointed else sorted({1, count // 4, count // 2, count} - {0}):
         variants[f"saved_tensors, {first} of {count}"] = variant(resident, lambda: region, first)
+    variants["saved_tensors, automatic"] = variant(resident, lambda: automatic)
     variants["save_on_cpu"] = variant(resident, on_cpu)
     torchtune = save_activations_by_torchtune()
     if torchtune is not None:
         variants["torchtune"] = variant(resident, torchtune)
     variants["weights on offload"] = variant(streamed)
     variants["both on offload"] = variant(streamed, lambda: region)
-    return variants
+    return variants, automatic
 
 
 def compare(
@@ -114,7 +120,7 @@ def compare(
     tiny: bool,
 ) -> list[dict[str, Any]]:
     """Runs all variants on one input: a record of each."""
-    variants = make_variants(resident, checkpointed, tiny)
+    variants, automatic = make_variants(resident, checkpointed, tiny)
     steps = {name: make_step(forward, x, grad_output) for name, (_, forward) in variants.items()}
     clear = {name: functools.partial(blocks.zero_grad, set_to_none=True) for name, (blocks, _) in variants.items()}
     peer = None if checkpointed else stream_blocks(resident, x.device, True, offload_activations=True)
@@ -130,6 +136,7 @@ def compare(
     for name, time in times.items():
         for clear_one in clear.values():
             clear_one()
+        steps[name]()  # leaves gradients, which the peak is not to be one of
         before = torch_offload.memory_stats()["link.bytes_to_host"]
         peak = peak_bytes(steps[name])
         if peak is None:
@@ -149,6 +156,7 @@ def compare(
                 record["ideal"] = max(forward, up / rates.up) + max(backward, up / rates.down)
                 record["saved"] = None if peak is None else (records[0] if records else record)["peak"] - peak
         records.append(record)
+    print(f"automatic, {x.shape[:-1].numel()} tokens: {automatic.plan}", flush=True)
     if peer is not None:
         peer.close()
     return records

@@ -18,7 +18,12 @@ from torch_offload import _register  # noqa: E402
 
 _register.register(_C)
 
-from torch_offload._saved_tensors import keep_saved_tensors, offload_activations, saved_tensors  # noqa: E402
+from torch_offload._saved_tensors import (  # noqa: E402
+    SavedTensorsPlan,
+    keep_saved_tensors,
+    offload_activations,
+    saved_tensors,
+)
 from torch_offload._scopes import on_host  # noqa: E402
 from torch_offload._trace import trace  # noqa: E402
 from torch_offload.device import (  # noqa: E402
@@ -37,6 +42,7 @@ from torch_offload.io.load import load  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "SavedTensorsPlan",
     "empty_cache",
     "get_budget",
     "get_ring_bytes",

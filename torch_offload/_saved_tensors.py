@@ -4,12 +4,38 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_offload import _C
+
+
+class SavedTensorsPlan(NamedTuple):
+    """What a :class:`saved_tensors` with ``share="auto"`` has chosen, and the step that it was last learned from."""
+
+    share: float
+    """How much of the bytes that might travel does, from 0 to 1."""
+    bytes: int
+    """What might have travelled in that step."""
+    sent_bytes: int
+    """What did."""
+    forward_seconds: float
+    """From the first tensor that was saved to the first that backward asked for, on the GPU."""
+    forward_waited_seconds: float
+    """How long the GPU waited in that time for copies of saved tensors."""
+    backward_seconds: float
+    """From there to the last tensor that backward asked for."""
+    backward_waited_seconds: float
+    """How long the GPU waited in that time."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.share:.0%} of what is saved travels; last, {self.sent_bytes / 1e9:.3f} of {self.bytes / 1e9:.3f} GB did, "
+            f"for which forward waited {self.forward_waited_seconds * 1e3:.1f} of {self.forward_seconds * 1e3:.1f} ms "
+            f"and backward {self.backward_waited_seconds * 1e3:.1f} of {self.backward_seconds * 1e3:.1f} ms"
+        )
 
 
 class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - named as torch.no_grad is
@@ -27,13 +53,16 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
     Args:
         min_bytes: Storages of fewer bytes stay on the GPU. Default: 1 MiB, for which a copy takes about 20 us.
         keep_bytes: How many bytes of what was saved last stay on the GPU, where backward asks for them first. Default: 0.
+        share: How much of the bytes that might travel does, from 0 to 1, spread evenly over each step; or ``"auto"``: as much
+            as the link can carry while the GPU computes. Then everything travels in the first step, and how long the GPU waited
+            for it tells how much may in those that follow; :attr:`plan` says what was chosen. Default: 1.
         max_host_bytes: How much host memory may be held for this at once, in bytes; what is saved beyond stays on the GPU, and
             a warning says so once. Default: no limit but the machine's.
         filter: Called with each tensor that might travel, parameters too, which won't; where it returns False, that tensor is
             saved as it is. It should ask for ``tensor.nbytes`` and not for ``untyped_storage()``, which holds the storage.
 
     Raises:
-        ValueError: if one of the numbers is negative.
+        ValueError: if one of the numbers is negative, or ``share`` is neither from 0 to 1 nor ``"auto"``.
 
     Source: docs/design/saved-tensors.md.
     """
@@ -43,6 +72,7 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         *,
         min_bytes: int = 1 << 20,
         keep_bytes: int = 0,
+        share: float | Literal["auto"] = 1.0,
         max_host_bytes: int | None = None,
         filter: Callable[[Tensor], bool] | None = None,
     ) -> None:
@@ -50,8 +80,17 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         for name, value in given.items():
             if value is not None and value < 0:
                 raise ValueError(f"offload: {name} is {value}; give bytes, 0 or more.")
-        region = _C.SavedTensors(min_bytes, keep_bytes, max_host_bytes)
+        if share != "auto" and (isinstance(share, str) or not 0 <= share <= 1):
+            raise ValueError(f'offload: share is {share!r}; give a number from 0 to 1, or "auto".')
+        self._region = region = _C.SavedTensors(**given, share=None if share == "auto" else share)
         super().__init__(region.pack if filter is None else _filtered(region, filter), region.unpack)
+
+    @property
+    def plan(self) -> SavedTensorsPlan | None:
+        """What was chosen with ``share="auto"``; None else, and before a step has been learned from, which is over on the
+        GPU and has been followed by another one's beginning."""
+        plan = self._region.plan()
+        return None if plan is None else SavedTensorsPlan(**plan)
 
 
 def _filtered(region: _C.SavedTensors, wanted: Callable[[Tensor], bool]) -> Callable[[Tensor], Any]:
@@ -75,7 +114,12 @@ class keep_saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801
 
 
 def offload_activations(
-    module: nn.Module, *, include: str | Iterable[str] = "*", exclude: str | Iterable[str] = (), **options: Any
+    module: nn.Module,
+    *,
+    include: str | Iterable[str] = "*",
+    exclude: str | Iterable[str] = (),
+    region: saved_tensors | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Runs the forward of modules within :class:`saved_tensors`, and of others within :class:`keep_saved_tensors`.
 
@@ -84,20 +128,25 @@ def offload_activations(
         include: Patterns for the names of :meth:`torch.nn.Module.named_modules`, with wildcards (``"layers.*"``); what a module
             contains belongs to it. Default: all.
         exclude: Patterns for the modules to leave out, with all that they contain (``"lm_head"``).
-        options: Those of :class:`saved_tensors`; one region for all modules.
+        region: The one that all modules enter. Default: a new one.
+        options: Those of the new one, which are :class:`saved_tensors`'s.
 
     Returns:
         The module itself. What this adds are hooks of its forward, which can't be pickled; a state_dict has none of them.
 
     Raises:
-        ValueError: if a pattern matches no module.
+        ValueError: if a pattern matches no module, or there are options for a region that is given.
 
     Source: docs/design/saved-tensors.md.
     """
+    if region is None:
+        region = saved_tensors(**options)
+    elif options:
+        raise ValueError(f"offload: a region is given, and {', '.join(options)} for a new one; give one of them.")
     names = [name for name, _ in module.named_modules()]
     left_out = _outermost(_matching(module, names, exclude), [])
     chosen = _outermost(_matching(module, names, include), left_out)
-    for context, found in ((saved_tensors(**options), chosen), (keep_saved_tensors(), left_out)):
+    for context, found in ((region, chosen), (keep_saved_tensors(), left_out)):
         for name in found:
             _run_within(context, module.get_submodule(name))
     return module

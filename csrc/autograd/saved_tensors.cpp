@@ -201,6 +201,7 @@ std::shared_ptr<SavedStorage> SavedTensors::noteDown(const at::Tensor& tensor) {
     if (found != known_.end()) known = found->second.lock();
   }
   const Stream stream = Context::get().currentStream(index);
+  if (meter_) meter_->saving(pairedDevice(index));
   // Else another thread has just sent it home, and the address is another storage's.
   if (known && known->isFor(storage, stream)) return known;
   auto made = std::make_shared<SavedStorage>(shared_from_this(), storage, pairedDevice(index), stream);
@@ -258,6 +259,8 @@ void SavedTensors::sendHomeWhatMayGo() {
             std::to_string(hostBytes_.load()) + " now");
         continue;
       }
+      if (meter_ && !meter_->take(next->bytes_)) continue;
+      const StepMeter::Wait wait(meter(), next->target_, true);
       if (!next->goHome()) continue;
     } catch (const c10::OutOfMemoryError& error) {
       doWithout(error.what_without_backtrace());
@@ -280,8 +283,15 @@ void SavedTensors::doWithout(const std::string& why) {
 }
 
 at::Tensor SavedTensors::unpack(const SavedTensor& saved) {
-  at::Tensor result = saved.unpack();
-  if (saved.storage_) fetchAheadOf(*saved.storage_);
+  if (!saved.storage_) return saved.unpack();
+  const c10::Device device = saved.storage_->target_;
+  if (meter_) meter_->asking(device);
+  at::Tensor result;
+  {
+    const StepMeter::Wait wait(meter(), device, false);
+    result = saved.unpack();
+  }
+  fetchAheadOf(*saved.storage_);
   return result;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "aten/fetch.h"
+#include "autograd/step_meter.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -23,6 +24,9 @@ struct SavedTensorsOptions {
   std::size_t minBytes = 0;
   /// While no more bytes are on the device, none are sent; the last ones stay, which backward asks for first.
   std::size_t keepBytes = 0;
+  /// How much of the bytes that would be sent is; in the first step, if as much as the link hides is to be learned from the steps.
+  double share = 1;
+  bool learnsShare = false;
   /// Host bytes that may be held at once; what is saved beyond stays where it is, which is said once.
   std::size_t maxHostBytes = SIZE_MAX;
   /// Whether results of operations go to the host. What is fetched of an offload tensor is never kept either way.
@@ -105,6 +109,9 @@ class SavedTensor {
 /// what somebody still holds, a parameter above all, never travels, as that would free nothing; a storage that several nodes save,
 /// or through several views, travels once, and so comes back; and when backward turns round, what was saved last is still there.
 ///
+/// How much goes is all, what exceeds a number of bytes, or a share, as that which the link hides (StepMeter). A share is spread
+/// evenly over a step: neither the link nor the ring takes more at once.
+///
 /// Backward asks in the opposite order, but for what one node saved. With each storage that it is given, those saved before it are
 /// fetched ahead, within a part of the ring. Who asks in another order gets right bytes, later.
 ///
@@ -113,13 +120,19 @@ class SavedTensor {
 /// With hooks PyTorch doesn't check whether what was saved was written to since. So that is done here, by the same counter.
 class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
  public:
-  explicit SavedTensors(SavedTensorsOptions options) : options_(options) {}
+  explicit SavedTensors(SavedTensorsOptions options) : options_(options) {
+    if (options.learnsShare || options.share < 1) meter_.emplace(options.share, options.learnsShare);
+  }
 
   /// Whether pack() would note the tensor down for the host, now or later.
   bool mayGoHome(const at::Tensor& tensor) const;
   /// `home` says whether a result may go to the host.
   std::shared_ptr<SavedTensor> pack(const at::Tensor& tensor, bool home = true);
   at::Tensor unpack(const SavedTensor& saved);
+  /// What has been learned of how much may go.
+  std::optional<StepMeter::Plan> plan() const {
+    return meter_ ? meter_->plan() : std::nullopt;
+  }
 
  private:
   friend class SavedStorage;
@@ -132,7 +145,12 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   void doWithout(const std::string& why);
   void forget(SavedStorage& storage) noexcept;
 
+  StepMeter* meter() {
+    return meter_ ? &*meter_ : nullptr;
+  }
+
   const SavedTensorsOptions options_;
+  std::optional<StepMeter> meter_;
   std::atomic<std::size_t> hostBytes_{0};
   std::atomic<bool> warned_{false};
 

@@ -9,18 +9,42 @@
 namespace py = pybind11;
 
 namespace offload {
+namespace {
+
+std::optional<py::dict> planOf(const SavedTensors& region) {
+  const auto plan = region.plan();
+  if (!plan) return std::nullopt;
+  py::dict result;
+  const SavedStep& last = plan->last;
+  result["share"] = plan->share;
+  result["bytes"] = last.candidates;
+  result["sent_bytes"] = last.sent;
+  result["forward_seconds"] = last.forward;
+  result["forward_waited_seconds"] = last.forwardExposed;
+  result["backward_seconds"] = last.backward;
+  result["backward_waited_seconds"] = last.backwardExposed;
+  return result;
+}
+
+} // namespace
 
 void bindSavedTensors(py::module_& m) {
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
   py::class_<SavedTensors, std::shared_ptr<SavedTensors>>(m, "SavedTensors")
       .def(
-          py::init([](std::size_t minBytes, std::size_t keepBytes, std::optional<std::size_t> maxHostBytes) {
-            const SavedTensorsOptions options{minBytes, keepBytes, maxHostBytes.value_or(SIZE_MAX)};
-            return std::make_shared<SavedTensors>(options);
+          py::init([](std::size_t minBytes, std::size_t keepBytes, std::optional<double> share,
+                      std::optional<std::size_t> maxHostBytes) {
+            return std::make_shared<SavedTensors>(SavedTensorsOptions{
+                .minBytes = minBytes,
+                .keepBytes = keepBytes,
+                .share = share.value_or(1),
+                .learnsShare = !share,
+                .maxHostBytes = maxHostBytes.value_or(SIZE_MAX)});
           }),
-          py::arg("min_bytes"), py::arg("keep_bytes"), py::arg("max_host_bytes"))
+          py::arg("min_bytes"), py::arg("keep_bytes"), py::arg("share"), py::arg("max_host_bytes"))
       .def_static("keeping", [] { return std::make_shared<SavedTensors>(SavedTensorsOptions{.activations = false}); })
       .def("may_go_home", &SavedTensors::mayGoHome)
+      .def("plan", &planOf)
       .def("pack", torch::wrap_pybind_function_no_gil(&SavedTensors::pack), py::arg("tensor"), py::arg("home") = true)
       .def("unpack", torch::wrap_pybind_function_no_gil(&SavedTensors::unpack));
 }

@@ -1,0 +1,148 @@
+#include "autograd/step_meter.h"
+
+#include "aten/context.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+namespace offload {
+namespace {
+
+// To measure costs some microseconds for each tensor that goes or comes.
+constexpr int kWatchedFirst = 8;
+constexpr int kWatchedEvery = 16;
+
+TransferStats carriedBy(c10::Device device) {
+  return Context::get().residency().transferStats(device.has_index() ? device.index() : 0);
+}
+
+double total(const std::vector<std::pair<Moment, Moment>>& waits) {
+  double seconds = 0;
+  for (const auto& [begin, end] : waits) seconds += end.secondsSince(begin);
+  return seconds;
+}
+
+} // namespace
+
+// ---- a moment
+
+Moment Moment::now(c10::Device device) {
+  Moment result;
+  const Context& context = Context::get();
+  if (device.is_cpu()) {
+    result.at_ = std::chrono::steady_clock::now();
+  } else if (!context.link()->capturing(context.currentStream(device.index()))) {
+    auto& event = result.at_.emplace<c10::Event>(device.type(), c10::EventFlag::BACKEND_DEFAULT); // which has times
+    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+  return result;
+}
+
+bool Moment::passed() const {
+  if (const auto* event = std::get_if<c10::Event>(&at_)) return event->query();
+  return std::holds_alternative<Time>(at_);
+}
+
+double Moment::secondsSince(const Moment& earlier) const {
+  if (const auto* event = std::get_if<c10::Event>(&at_)) return std::get<c10::Event>(earlier.at_).elapsedTime(*event) / 1e3;
+  return std::chrono::duration<double>(std::get<Time>(at_) - std::get<Time>(earlier.at_)).count();
+}
+
+// ---- a wait
+
+StepMeter::Wait::Wait(StepMeter* meter, c10::Device device, bool forward) : meter_(meter), device_(device), forward_(forward) {
+  if (meter_ == nullptr) return;
+  {
+    const std::lock_guard lock(meter_->mutex_);
+    if (!meter_->isWatched(device)) return;
+  }
+  begin_ = Moment::now(device);
+}
+
+StepMeter::Wait::~Wait() {
+  if (meter_ == nullptr) return;
+  try {
+    const std::lock_guard lock(meter_->mutex_);
+    if (!meter_->isWatched(device_)) return;
+    auto& waits = forward_ ? meter_->now_->sends : meter_->now_->fetches;
+    waits.emplace_back(std::move(begin_), Moment::now(device_));
+  } catch (...) {
+    // What happened meanwhile is thrown, or the next call will say it.
+  }
+}
+
+// ---- steps
+
+// Under the mutex, as all that follows but the public ones.
+bool StepMeter::isWatched(c10::Device device) const {
+  return now_ && now_->device == device;
+}
+
+void StepMeter::saving(c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  if (!std::exchange(inBackward_, false)) return;
+  beginStep(device);
+}
+
+void StepMeter::beginStep(c10::Device device) {
+  if (now_ && now_->end.isSet() && !before_) before_ = std::move(now_);
+  now_.reset();
+  learn();
+  share_.beginStep();
+  const int step = steps_++;
+  if (!learns_ || (step >= kWatchedFirst && step % kWatchedEvery != 0)) return;
+  now_.emplace(device);
+  now_->upBefore = carriedBy(device).bytesToHost;
+  now_->begin = Moment::now(device);
+}
+
+void StepMeter::asking(c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  const bool turns = !std::exchange(inBackward_, true);
+  if (!isWatched(device)) return;
+  const TransferStats carried = carriedBy(device);
+  if (turns) {
+    now_->turn = Moment::now(device);
+    now_->seen.up = carried.bytesToHost - now_->upBefore;
+    now_->downBefore = carried.bytesToDevice;
+  }
+  now_->seen.down = carried.bytesToDevice - now_->downBefore;
+  now_->end = Moment::now(device);
+}
+
+bool StepMeter::take(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const bool goes = share_.take(bytes);
+  if (now_) {
+    now_->seen.candidates += bytes;
+    now_->seen.sent += goes ? bytes : 0;
+  }
+  return goes;
+}
+
+void StepMeter::learn() {
+  if (!before_) return;
+  const auto whole = [](const auto& wait) { return wait.first.passed() && wait.second.passed(); };
+  const Step& step = *before_;
+  if (!step.end.passed()) return; // some of it lies ahead; the next step will ask again
+  if (step.begin.passed() && step.turn.passed() && std::ranges::all_of(step.sends, whole) &&
+      std::ranges::all_of(step.fetches, whole)) {
+    SavedStep seen = step.seen;
+    seen.forward = step.turn.secondsSince(step.begin);
+    seen.backward = step.end.secondsSince(step.turn);
+    seen.forwardExposed = total(step.sends);
+    seen.backwardExposed = total(step.fetches);
+    share_.learn(seen);
+    learned_ = seen;
+  }
+  before_.reset();
+}
+
+std::optional<StepMeter::Plan> StepMeter::plan() const {
+  const std::lock_guard lock(mutex_);
+  if (!learned_) return std::nullopt;
+  return Plan{share_.share(), *learned_};
+}
+
+} // namespace offload

@@ -1,0 +1,148 @@
+"""``saved_tensors(share=...)``: a part of what is saved travels, as much as the link hides if nobody says how much."""
+
+import os
+
+import pytest
+import torch
+from helpers import CACHED, COMPUTE, GPU, OFFLOAD, assert_same, data, layers, says
+from saving import PLACES, both_ways, cached, everything, sent_home
+from torch import nn
+
+from torch_offload import offload_activations, saved_tensors
+
+STEPS = 12
+
+
+def automatic(**options):
+    return saved_tensors(min_bytes=0, share="auto", **options)
+
+
+def train(net, region, steps=STEPS, count=3):
+    """The losses and the bytes that each step sent."""
+    losses, sent = [], []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(steps):
+        before = sent_home()
+        with region:
+            loss = net(data(count, 8, seed=step)).square().mean()
+        sent.append(sent_home() - before)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, sent
+
+
+def test_training():
+    region = automatic()
+
+    def run(device, region, empty):
+        torch.manual_seed(0)
+        net = layers(4, 8).to(device)
+        return train(net, region())[0], [p.detach() for p in net.parameters()]
+
+    both_ways(run, lambda: region)
+
+
+@cached
+@pytest.mark.parametrize("share", [0, 0.25, 0.5, 1])
+def test_a_share_is_spread_evenly(share):
+    """Between all that is saved and nothing of it, every fourth or second result travels."""
+    x, gone = data(32, 64).requires_grad_(), []
+    before = sent_home()
+    with everything(share=share):
+        y = x
+        for _ in range(24):
+            y = y.sigmoid()  # saves its result
+            gone.append((sent_home() - before) / (32 * 64 * 4))
+        loss = y.sum()
+    assert gone[-1] == pytest.approx(23 * share, abs=1)
+    assert gone == pytest.approx([max(0, i - 1) * share for i in range(24)], abs=1.5)
+    loss.backward()
+    z = x.detach().requires_grad_()
+    nn.Sequential(*[nn.Sigmoid() for _ in range(24)])(z).sum().backward()
+    assert_same(x.grad, z.grad)
+
+
+@cached
+def test_the_first_step_sends_everything_and_is_learned_from():
+    torch.manual_seed(0)
+    net = layers(4, 8).to(COMPUTE)
+    _, everywhere = train(net, everything(), steps=2)
+    region = automatic()
+    assert region.plan is None
+    _, sent = train(net, region)
+    assert sent[0] == everywhere[1] > 0
+    if GPU:
+        torch.cuda.synchronize()
+    train(net, region, steps=1)
+    plan = region.plan
+    assert 0 <= plan.share <= 1
+    assert plan.bytes >= sent[0]
+    assert plan.sent_bytes <= plan.bytes
+    assert 0 <= plan.forward_waited_seconds < plan.forward_seconds
+    assert 0 <= plan.backward_waited_seconds < plan.backward_seconds
+    assert str(plan).startswith(f"{plan.share:.0%} of what is saved travels; last, {plan.sent_bytes / 1e9:.3f} of ")
+
+
+def test_a_forward_whose_backward_never_comes():
+    region, net = automatic(), layers(2, 8).to(COMPUTE)
+    for _ in range(3):
+        with region:
+            loss = net(data(3, 8)).sum()
+        del loss
+    losses, _ = train(net, region, steps=4)
+    assert all(loss.isfinite() for loss in losses)
+
+
+@pytest.mark.parametrize("device", PLACES, ids=str)
+def test_graphs_that_run_again(device):
+    net, x = layers(2, 8).to(device), data(3, 8).requires_grad_()
+    region = automatic()
+    for _ in range(4):
+        x.grad = None
+        with region:
+            y = net(x).square().sum()
+        y.backward(retain_graph=True)
+        y.backward()
+        twice, x.grad = x.grad, None
+        net(x).square().sum().backward()
+        assert_same(twice, 2 * x.grad)
+
+
+def test_modules_enter_a_region_that_is_given():
+    region = automatic()
+    net = offload_activations(nn.Sequential(*[layers(1, 8) for _ in range(3)]).to(OFFLOAD), include="*", region=region)
+    for _ in range(3):
+        net(data(3, 8)).sum().backward()
+    if GPU:
+        torch.cuda.synchronize()
+        net(data(3, 8)).sum().backward()
+    assert (region.plan is not None) == CACHED
+    sentence = "offload: a region is given, and min_bytes for a new one; give one of them."
+    says(ValueError, sentence, lambda: offload_activations(net, region=region, min_bytes=3))
+
+
+@pytest.mark.parametrize("share", ["some", -0.1, 1.5, float("nan")])
+def test_a_share_that_is_none(share):
+    sentence = f'offload: share is {share!r}; give a number from 0 to 1, or "auto".'
+    says(ValueError, sentence, lambda: saved_tensors(share=share))
+    assert everything().plan is None
+
+
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.skipif("TORCH_OFFLOAD_COPY_DELAY_US" in os.environ, reason="delayed copies take their own time")
+def test_a_program_that_saves_more_than_the_link_can_hide():
+    x = data(4096, 4096).requires_grad_()
+    region, net = automatic(), nn.Sequential(*[nn.Sigmoid() for _ in range(16)])
+    for _ in range(6):
+        x.grad = None
+        with region:
+            y = net(x).sum()
+        y.backward()
+        torch.cuda.synchronize()
+    made, x.grad = x.grad, None
+    net(x).sum().backward()
+    assert_same(made, x.grad)
+    # A sigmoid takes its bytes twice over GPU memory, at tens of times the link's rate.
+    assert region.plan.share < 0.3
