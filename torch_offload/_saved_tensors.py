@@ -47,8 +47,8 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
     on the CPU, tensor subclasses and sparse tensors are saved as they are. Of checkpointed functions the inputs are saved so,
     and nothing of what is recomputed, where this is around the call of ``checkpoint()`` and not inside of it.
 
-    May be nested (the innermost decides), entered by several threads, entered again, and used as a decorator. Make one for all
-    layers: two of them that save the same tensor both hold it.
+    May be nested (the innermost decides), entered by several threads, entered again, and used as a decorator. Limits of bytes,
+    and what ``share="auto"`` learns, are each region's own; so make one for all layers, if you use them.
 
     Args:
         min_bytes: Storages of fewer bytes stay on the GPU. Default: 1 MiB, for which a copy takes about 20 us.

@@ -1,20 +1,17 @@
 // Tensors that autograd saves, kept in host memory until backward asks for them.
 #pragma once
 
-#include "aten/fetch.h"
+#include "autograd/saved_storage.h"
 #include "autograd/step_meter.h"
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <atomic>
 #include <deque>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 namespace offload {
@@ -31,55 +28,6 @@ struct SavedTensorsOptions {
   std::size_t maxHostBytes = SIZE_MAX;
   /// Whether results of operations go to the host. What is fetched of an offload tensor is never kept either way.
   bool activations = true;
-};
-
-class SavedTensors;
-
-/// The memory of what was saved: a device's, until it is in a Block; one for all tensors that share the storage. Its members are
-/// guarded by its own mutex, under which Link calls are made, but for those that are SavedTensors'.
-class SavedStorage : public std::enable_shared_from_this<SavedStorage> {
- public:
-  SavedStorage(std::shared_ptr<SavedTensors> owner, c10::Storage storage, c10::Device target, Stream stream);
-  SavedStorage(std::shared_ptr<SavedTensors> owner, FetchedSource source, c10::Device target);
-  ~SavedStorage();
-  SavedStorage(const SavedStorage&) = delete;
-  SavedStorage& operator=(const SavedStorage&) = delete;
-
-  /// On the device, for work on the current stream.
-  c10::Storage memory();
-
- private:
-  friend class SavedTensors;
-
-  enum class Place { Held, Alone, Elsewhere }; // by others too; by nobody else; at home, or it will not go
-
-  bool isFor(const c10::Storage& storage, Stream stream);
-  Place place();
-  Place placeNow() const;
-  bool goHome();
-  void fetchAhead(Stream stream) noexcept;
-
-  const std::shared_ptr<SavedTensors> owner_;
-  const c10::Device target_; // of a fetch
-  const Stream stream_; // on which the storage was written
-  const std::size_t bytes_;
-  const std::optional<c10::Stream> recorded_; // the same, for PyTorch
-  std::mutex mutex_;
-  c10::Storage storage_; // while its bytes are not in the Block
-  bool stays_ = false; // several streams use it, of which the graph keeps it for the last
-  c10::DataPtr block_;
-  Extent extent_;
-  c10::weak_intrusive_ptr<c10::StorageImpl> restored_;
-  Stream restoredFor_;
-  Pin ahead_;
-
-  // Of SavedTensors, by its mutex.
-  const c10::StorageImpl* const key_;
-  std::uint64_t number_ = 0;
-  std::optional<std::list<SavedStorage*>::iterator> place_;
-  bool isAlone_ = false;
-  bool isHome_ = false;
-  bool isAhead_ = false;
 };
 
 /// What autograd keeps instead of a tensor, which it must not hold itself: the tensor may hold the graph.
@@ -139,12 +87,10 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
 
   std::shared_ptr<SavedStorage> storageOf(const at::Tensor& tensor, bool home);
   std::shared_ptr<SavedStorage> noteDown(const at::Tensor& tensor);
-  void sendHomeWhatMayGo();
-  void lookForAlone();
-  void fetchAheadOf(const SavedStorage& storage);
+  static void sendHomeWhatMayGo(c10::Device target);
+  void sendWhatExceeds();
   void doWithout(const std::string& why);
-  void forget(SavedStorage& storage) noexcept;
-
+  void forget(SavedStorage& saved) noexcept;
   StepMeter* meter() {
     return meter_ ? &*meter_ : nullptr;
   }
@@ -155,16 +101,8 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::atomic<bool> warned_{false};
 
   std::mutex mutex_; // never held across a call of the Link, nor while a SavedStorage goes
-  std::unordered_map<const c10::StorageImpl*, std::weak_ptr<SavedStorage>> known_; // that are not home
-  std::deque<std::weak_ptr<SavedStorage>> waiting_; // for others to let go of them
-  std::deque<std::weak_ptr<SavedStorage>> alone_; // that have
-  std::list<SavedStorage*> order_; // in which they were saved
-  std::vector<SavedStorage*> ahead_;
-  std::array<std::uint64_t, 8> asked_{}; // the numbers of those that backward was given last
-  std::size_t askedCount_ = 0;
-  std::size_t aheadBytes_ = 0;
+  std::deque<std::weak_ptr<SavedStorage>> alone_; // that nobody else holds, and that are not home
   std::size_t aloneBytes_ = 0;
-  std::uint64_t count_ = 0;
 };
 
 } // namespace offload

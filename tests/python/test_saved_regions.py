@@ -2,13 +2,14 @@
 
 import contextlib
 import gc
+import os
 import warnings
 import weakref
 
 import pytest
 import torch
 from helpers import COMPUTE, GPU, OFFLOAD, assert_same, data, grads, layers, says
-from saving import both_ways, cached, everything, sent_home
+from saving import both_ways, cached, everything, sent_home, stats
 from torch import nn
 
 import torch_offload
@@ -18,20 +19,63 @@ from torch_offload import keep_saved_tensors, offload_activations, saved_tensors
 @cached
 def test_the_innermost_region_decides():
     x = data(32, 64).requires_grad_()
-    before = sent_home()
+    before, big = sent_home(), 32 * 64 * 4
     with everything():
         y = x.exp().exp()
-        one = sent_home() - before
         with keep_saved_tensors():
             y = y.exp().exp().exp()
             y = y * 1
-        assert sent_home() - before == one
+        assert sent_home() - before == big  # which was saved outside
         y = y.exp().exp().sin()
-    assert sent_home() - before > one
+    assert sent_home() - before > 2 * big
     y.sum().backward()
     z = x.detach().requires_grad_()
     z.exp().exp().exp().exp().exp().exp().exp().sin().sum().backward()
     assert_same(x.grad, z.grad)
+
+
+@cached
+def test_a_region_for_each_layer_is_as_good_as_one_for_all():
+    x, seen = data(32, 64).requires_grad_(), []
+
+    def run(regions):
+        before, x.grad = sent_home(), None
+        y = x
+        for region in regions:
+            with region:
+                y = y.sigmoid()  # is let go of when the next region has begun
+        y = y.sum()
+        sent = sent_home() - before
+        torch_offload.empty_cache()
+        prefetched, fetched = stats("cache.prefetches"), stats("link.bytes_to_device")
+        y.backward()
+        seen.append((sent, stats("cache.prefetches") - prefetched, stats("link.bytes_to_device") - fetched))
+        return x.grad
+
+    one = everything()
+    assert_same(run([everything() for _ in range(12)]), run([one] * 12))
+    assert seen[0] == seen[1]
+    assert seen[0][0] == seen[0][2] >= 10 * 32 * 64 * 4
+    assert seen[0][1] >= 8
+
+
+@cached
+def test_what_two_regions_save_travels_once():
+    x = data(32, 64).requires_grad_()
+    before, big = sent_home(), 32 * 64 * 4
+    with everything():
+        y = x.exp()
+    with everything():
+        z = y.sin()
+        del y
+        z = z.sum() + x.square().sum()
+    assert sent_home() - before == big
+    torch_offload.empty_cache()
+    fetched = stats("link.bytes_to_device")
+    z.backward()
+    if "TORCH_OFFLOAD_EVICT" not in os.environ:  # which leaves nothing for the next one who asks
+        assert stats("link.bytes_to_device") - fetched == big
+    assert_same(x.grad, 2 * x.detach() + x.detach().exp().cos() * x.detach().exp())
 
 
 @cached

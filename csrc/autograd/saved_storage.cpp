@@ -1,0 +1,99 @@
+#include "autograd/saved_storage.h"
+
+#include "autograd/saved_order.h"
+#include "autograd/saved_tensors.h"
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
+
+namespace offload {
+namespace {
+
+// The stream that work goes to now; none on the CPU, whose memory belongs to no stream.
+std::optional<c10::Stream> currentOf(c10::Device device) {
+  if (device.is_cpu()) return {};
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+} // namespace
+
+SavedStorage::SavedStorage(std::shared_ptr<SavedTensors> owner, c10::Storage storage, c10::Device target, Stream stream)
+    : owner_(std::move(owner)),
+      target_(target),
+      stream_(stream),
+      bytes_(storage.nbytes()),
+      recorded_(currentOf(storage.device())),
+      storage_(std::move(storage)),
+      extent_{0, bytes_},
+      restored_(c10::intrusive_ptr<c10::StorageImpl>()),
+      key_(storage_.unsafeGetStorageImpl()) {}
+
+SavedStorage::SavedStorage(std::shared_ptr<SavedTensors> owner, FetchedSource source, c10::Device target)
+    : owner_(std::move(owner)),
+      target_(target),
+      bytes_(source.extent.bytes()),
+      block_(std::move(source.block)),
+      extent_(source.extent),
+      restored_(c10::intrusive_ptr<c10::StorageImpl>()),
+      key_(nullptr) {}
+
+SavedStorage::~SavedStorage() {
+  SavedOrder::of(target_).forget(*this);
+  owner_->forget(*this);
+}
+
+c10::Storage SavedStorage::memory() {
+  const std::lock_guard lock(mutex_);
+  if (storage_) return storage_;
+  const Pin ahead = std::move(ahead_); // until the fetch has found it
+  const Stream now = Context::get().currentStream(target_.index());
+  auto alive = restored_.lock();
+  if (alive && restoredFor_ == now) return c10::Storage(std::move(alive));
+  c10::Storage storage = fetchStorage(*static_cast<Block*>(block_.get_context()), extent_, target_);
+  restored_ = storage.getWeakStorageImpl();
+  restoredFor_ = now;
+  return storage;
+}
+
+// Whether this is for the storage. One more stream that uses it makes it stay.
+bool SavedStorage::isFor(const c10::Storage& storage, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (!storage_ || !storage_.is_alias_of(storage)) return false;
+  stays_ = stays_ || stream != stream_;
+  return true;
+}
+
+SavedStorage::Place SavedStorage::place() {
+  const std::lock_guard lock(mutex_);
+  return placeNow();
+}
+
+// Under the mutex.
+SavedStorage::Place SavedStorage::placeNow() const {
+  if (!storage_ || stays_ || storage_.nbytes() != bytes_) return Place::Elsewhere; // or resized since
+  return storage_.use_count() > 1 ? Place::Held : Place::Alone;
+}
+
+// False where it is not alone any more.
+bool SavedStorage::goHome() {
+  const std::lock_guard lock(mutex_);
+  if (placeNow() != Place::Alone) return false;
+  if (recorded_) c10::getDeviceAllocator(target_.type())->recordStream(storage_.data_ptr(), *recorded_);
+  block_ = sendHome(storage_, Purpose::Activation, stream_);
+  storage_ = {};
+  return true;
+}
+
+void SavedStorage::fetchAhead(Stream stream) noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    if (storage_ || ahead_ || restored_.use_count() > 0) return;
+    ahead_ = Context::get().residency().fetchAhead(*static_cast<Block*>(block_.get_context()), extent_, stream);
+  } catch (...) {
+    // The fetch itself will say what is wrong.
+  }
+}
+
+} // namespace offload
