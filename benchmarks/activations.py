@@ -13,8 +13,10 @@ save_on_cpu(pin_memory=True), torchtune's OffloadActivations, and RamTorch's mod
 streams its weights as well.
 """
 
+import argparse
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -40,6 +42,8 @@ from harness import (
     ms,
     peak_bytes,
     print_table,
+    record_folder,
+    seconds,
     write_record,
 )
 from peers import save_activations_by_torchtune, stream_blocks
@@ -116,14 +120,20 @@ def compare(
     grad_output: Tensor,
     checkpointed: bool,
     rates: LinkRates,
-    rounds: int,
-    tiny: bool,
+    options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Runs all variants on one input: a record of each."""
-    variants, automatic = make_variants(resident, checkpointed, tiny)
+    """Runs the variants on one input: a record of each."""
+    rounds, tokens = 2 if options.tiny else options.rounds, x.shape[:-1].numel()
+    variants, automatic = make_variants(resident, checkpointed, options.tiny)
+
+    def wanted(name: str) -> bool:
+        return name == "plain" or any(text in name for text in options.only)
+
+    variants = {name: variant for name, variant in variants.items() if wanted(name)}
     steps = {name: make_step(forward, x, grad_output) for name, (_, forward) in variants.items()}
     clear = {name: functools.partial(blocks.zero_grad, set_to_none=True) for name, (blocks, _) in variants.items()}
-    peer = None if checkpointed else stream_blocks(resident, x.device, True, offload_activations=True)
+    with_peer = not checkpointed and wanted("RamTorch")
+    peer = None if not with_peer else stream_blocks(resident, x.device, True, offload_activations=True)
     if peer is not None:
         steps["RamTorch"], clear["RamTorch"] = lambda: peer.step(x, grad_outputs=grad_output), peer.zero_grad
     times = measure(steps, rounds, prepare=clear)
@@ -142,7 +152,7 @@ def compare(
         if peak is None:
             steps[name]()
         up = torch_offload.memory_stats()["link.bytes_to_host"] - before
-        record = {"tokens": x.shape[:-1].numel(), "checkpointed": checkpointed, "variant": name, "seconds": vars(time)}
+        record = {"tokens": tokens, "checkpointed": checkpointed, "variant": name, "seconds": vars(time)}
         record |= {"slower": time.median / times["plain"].median, "peak": peak, "bytes_up": up}
         if name in variants:
             blocks = variants[name][0]
@@ -156,7 +166,11 @@ def compare(
                 record["ideal"] = max(forward, up / rates.up) + max(backward, up / rates.down)
                 record["saved"] = None if peak is None else (records[0] if records else record)["peak"] - peak
         records.append(record)
-    print(f"automatic, {x.shape[:-1].numel()} tokens: {automatic.plan}", flush=True)
+        if options.traces and name.startswith("saved_tensors"):
+            clear[name]()
+            with torch_offload.trace(record_folder() / f"{re.sub(r'[^a-z0-9]+', '_', name)}_{tokens}.trace.json"):
+                seconds(steps[name])
+    print(f"automatic, {tokens} tokens: {automatic.plan}", flush=True)
     if peer is not None:
         peer.close()
     return records
@@ -181,7 +195,18 @@ def row(record: dict[str, Any]) -> list[object]:
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds=5).parse_args()
+    parser = arguments(__doc__, rounds=5)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        default=[""],
+        help="of the variants, plain and those with a TEXT in their name",
+    )
+    parser.add_argument(
+        "--traces", action="store_true", help="also a trace of a step of each saved_tensors, beside the record"
+    )
+    options = parser.parse_args()
     device = compute_device(options.tiny)
     torch_offload.set_budget(0)
     shape, count = (TINY, 4) if options.tiny else (LLAMA_8B, 8)
@@ -193,8 +218,7 @@ def main() -> None:
     records = []
     for tokens, checkpointed in cases:
         x, grad_output = (make_input(tokens, shape, torch.bfloat16, device, seed=seed) for seed in (1, 2))
-        rounds = 2 if options.tiny else options.rounds
-        records += compare(resident, x, grad_output, checkpointed, rates, rounds, options.tiny)
+        records += compare(resident, x, grad_output, checkpointed, rates, options)
     print_table(COLUMNS, [row(record) for record in records])
     write_record("activations", {"blocks": count, "bytes": total, "link": vars(rates), "runs": records})
     if not all(record.get("equal", True) for record in records):

@@ -218,10 +218,15 @@ def finish(problems: Sequence[str]) -> None:
         raise SystemExit("\n".join(problems))
 
 
-def write_record(name: str, record: dict[str, Any]) -> Path:
-    """Writes a benchmark's figures and what they were measured on as NAME.json to $OUT, or to build/benchmarks."""
+def record_folder() -> Path:
+    """Where records go, which is made: $OUT, or build/benchmarks."""
     folder = Path(os.environ.get("OUT") or Path(__file__).resolve().parents[1] / "build" / "benchmarks")
     folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_record(name: str, record: dict[str, Any]) -> Path:
+    """Writes a benchmark's figures and what they were measured on as NAME.json to record_folder()."""
     machine = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
@@ -229,7 +234,7 @@ def write_record(name: str, record: dict[str, Any]) -> Path:
         "ring_bytes": torch_offload.get_ring_bytes(),
         "environment": {key: value for key, value in os.environ.items() if key.startswith("TORCH_OFFLOAD_")},
     }
-    path = folder / f"{name}.json"
+    path = record_folder() / f"{name}.json"
     path.write_text(json.dumps({"machine": machine} | record, indent=1) + "\n")
     print(f"written: {path}", flush=True)
     return path
