@@ -2,6 +2,9 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -24,12 +27,25 @@ def ramtorch() -> ModuleType | None:
 
 
 def save_activations_by_torchtune() -> type | None:
-    """torchtune's (PyPI: torchtune) context that offloads what autograd saves, or None, having said that it is left out."""
+    """torchtune's (PyPI: torchtune) context that offloads what autograd saves, or None, having said that it is left out.
+
+    Of its packages' own modules, which need all that torchtune needs to read data sets, none is run.
+    """
+    found = importlib.util.find_spec("torchtune")
     try:
-        module = importlib.import_module("torchtune.training")
+        if found is None:
+            raise ImportError("No module named 'torchtune'")
+        if not torch.cuda.is_available():
+            raise ImportError("it needs a CUDA device")
+        for name, folder in {"torchtune": ".", "torchtune.training": "training"}.items():
+            package = ModuleType(name)
+            package.__path__ = [str(Path(root, folder)) for root in found.submodule_search_locations]
+            sys.modules.setdefault(name, package)
+        module = importlib.import_module("torchtune.training._activation_offloading")
         print(f"peer: torchtune {importlib.metadata.version('torchtune')}")
     except ImportError as error:
-        print(f"peer: torchtune is left out ({error}); 'pip install --no-deps torchtune' brings it in")
+        brings = "'pip install --no-deps torchtune==0.6.1 torchao==0.14.1 psutil' brings it in"
+        print(f"peer: torchtune is left out ({error}); {brings}")
         return None
     return module.OffloadActivations
 
