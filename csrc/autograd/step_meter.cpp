@@ -9,9 +9,14 @@
 namespace offload {
 namespace {
 
-// To measure costs some microseconds for each tensor that goes or comes.
-constexpr int kWatchedFirst = 8;
-constexpr int kWatchedEvery = 16;
+// To watch costs some microseconds for each tensor that goes or comes.
+constexpr int kWatchedFirst = 16;
+constexpr int kWatchedEvery = 8;
+
+// In the first step host memory is page-locked, which the device waits for.
+bool isWorthWatching(int step) {
+  return step > 0 && (step <= kWatchedFirst || step % kWatchedEvery == 0);
+}
 
 TransferStats carriedBy(c10::Device device) {
   return Context::get().residency().transferStats(device.has_index() ? device.index() : 0);
@@ -90,8 +95,7 @@ void StepMeter::beginStep(c10::Device device) {
   now_.reset();
   learn();
   share_.beginStep();
-  const int step = steps_++;
-  if (!learns_ || (step >= kWatchedFirst && step % kWatchedEvery != 0)) return;
+  if (!isWorthWatching(steps_++) || !learns_) return;
   now_.emplace(device);
   now_->upBefore = carriedBy(device).bytesToHost;
   now_->begin = Moment::now(device);

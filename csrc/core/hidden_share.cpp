@@ -8,7 +8,7 @@ namespace {
 constexpr double kUnnoticed = 0.01; // of a forward's or backward's time
 constexpr double kGrowth = 1.05;
 constexpr double kLeastGrowth = 0.005;
-constexpr int kRemembered = 64; // steps
+constexpr int kRemembered = 8; // steps that were learned from
 
 double part(double exposed, double whole) {
   return whole > 0 ? std::clamp(exposed / whole, 0.0, 1.0) : 0;

@@ -18,7 +18,7 @@ struct SavedStep {
 };
 
 /// Note [The hidden share]
-/// The first step best sends everything, which needs the least memory. A step in which the device waited for the link tells how much too
+/// The first steps best send everything, which needs the least memory. A step in which the device waited for the link tells how much too
 /// much that was: while it waited, the link carried what the next step had better keep. A step that didn't wait raises the share a
 /// little, up to halfway to what is held to be too much: the share that was, or a little more than was hidden then. So where nothing
 /// changes, it closes in on the largest share that is hidden. What is known is forgotten after a while, as programs change. Not
