@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -24,11 +25,11 @@ class SavedTensorsPlan(NamedTuple):
     forward_seconds: float
     """From the first tensor that was saved to the first that backward asked for, on the GPU."""
     forward_waited_seconds: float
-    """How long the GPU waited in that time for copies of saved tensors."""
+    """How long the GPU waited in that time for room for copies of saved tensors."""
     backward_seconds: float
     """From there to the last tensor that backward asked for."""
     backward_waited_seconds: float
-    """How long the GPU waited in that time."""
+    """How long the GPU waited in that time for saved tensors."""
 
     def __str__(self) -> str:
         return (
@@ -80,7 +81,7 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         for name, value in given.items():
             if value is not None and value < 0:
                 raise ValueError(f"offload: {name} is {value}; give bytes, 0 or more.")
-        if share != "auto" and (isinstance(share, str) or not 0 <= share <= 1):
+        if share != "auto" and not (isinstance(share, Real) and 0 <= share <= 1):
             raise ValueError(f'offload: share is {share!r}; give a number from 0 to 1, or "auto".')
         self._region = region = _C.SavedTensors(**given, share=None if share == "auto" else share)
         super().__init__(region.pack if filter is None else _filtered(region, filter), region.unpack)

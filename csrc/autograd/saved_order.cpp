@@ -74,7 +74,13 @@ void SavedOrder::wentHome(SavedStorage& saved) {
   if (known != known_.end() && isOf(known->second, saved)) known_.erase(known);
 }
 
+bool SavedOrder::isHome(const SavedStorage& saved) {
+  const std::lock_guard lock(mutex_);
+  return saved.isHome_;
+}
+
 void SavedOrder::fetchAheadOf(const SavedStorage& saved) {
+  if (!saved.place_) return; // an offload weight, which the Schedule knows
   for (const auto& passed : passedBy(saved)) {
     const std::lock_guard lock(passed->mutex_);
     passed->ahead_ = {};
@@ -88,14 +94,16 @@ void SavedOrder::fetchAheadOf(const SavedStorage& saved) {
   }
 }
 
-// What was fetched ahead and has been given to backward, or will not be: a node asks for what it saved in any order.
+// What was fetched ahead and has been given to backward, or will not be: a node asks for what it saved in any order. What is newer
+// than all that was asked for begins another backward.
 std::vector<std::shared_ptr<SavedStorage>> SavedOrder::passedBy(const SavedStorage& saved) {
   std::vector<std::shared_ptr<SavedStorage>> result;
   const std::lock_guard lock(mutex_);
+  const bool begins = saved.number_ > *std::max_element(asked_.begin(), asked_.end());
   asked_[askedCount_++ % asked_.size()] = saved.number_;
   const std::uint64_t latest = *std::max_element(asked_.begin(), asked_.end());
   std::erase_if(ahead_, [&](SavedStorage* ahead) {
-    if (ahead->number_ != saved.number_ && ahead->number_ <= latest) return false;
+    if (!begins && ahead->number_ != saved.number_ && ahead->number_ <= latest) return false;
     ahead->isAhead_ = false;
     aheadBytes_ -= ahead->bytes_;
     if (auto held = ahead->weak_from_this().lock()) result.push_back(std::move(held));
@@ -109,7 +117,7 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::before(const SavedStorage
   std::vector<std::shared_ptr<SavedStorage>> result;
   const std::size_t most = Context::get().residency().ringBytes() / 2;
   const std::lock_guard lock(mutex_);
-  auto place = saved.place_.value_or(order_.begin());
+  auto place = *saved.place_;
   for (int looked = 0; place != order_.begin() && result.size() < kMostAhead && looked < kMostLookedAt; ++looked) {
     SavedStorage& before = **--place;
     if (!before.isHome_ || before.isAhead_) continue;

@@ -27,6 +27,7 @@ class SavedOrder {
   /// Those that nobody else holds any more, of some that wait for that; each is told once.
   std::vector<std::shared_ptr<SavedStorage>> newlyAlone();
   void wentHome(SavedStorage& saved);
+  bool isHome(const SavedStorage& saved);
   /// Backward has been given `saved`: those before it will be asked for soon.
   void fetchAheadOf(const SavedStorage& saved);
   void forget(SavedStorage& saved) noexcept;

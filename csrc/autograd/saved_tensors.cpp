@@ -147,8 +147,11 @@ void SavedTensors::sendWhatExceeds() {
         continue;
       }
       if (meter_ && !meter_->take(next->bytes_)) continue;
-      const StepMeter::Wait wait(meter(), next->target_, true);
+      // What waits is the stream that it was made on.
+      const bool here = next->stream_ == Context::get().currentStream(static_cast<c10::DeviceIndex>(next->stream_.device));
+      const StepMeter::Wait wait(here ? meter() : nullptr, next->target_, true);
       if (!next->goHome()) continue;
+      if (meter_) meter_->sent(next->bytes_);
     } catch (const c10::OutOfMemoryError& error) {
       doWithout(error.what_without_backtrace());
       continue;
@@ -168,14 +171,18 @@ void SavedTensors::doWithout(const std::string& why) {
 
 at::Tensor SavedTensors::unpack(const SavedTensor& saved) {
   if (!saved.storage_) return saved.unpack();
-  const c10::Device device = saved.storage_->target_;
-  if (meter_) meter_->asking(device);
+  const SavedStorage& storage = *saved.storage_;
+  SavedOrder& order = SavedOrder::of(storage.target_);
+  // Else somebody only looks at it.
+  StepMeter* const watching = torch::autograd::get_current_graph_task_id() != -1 ? meter() : nullptr;
+  if (watching != nullptr) watching->asking(storage.target_);
   at::Tensor result;
   {
-    const StepMeter::Wait wait(meter(), device, false);
+    const StepMeter::Wait wait(order.isHome(storage) ? watching : nullptr, storage.target_, false);
     result = saved.unpack();
+    order.fetchAheadOf(storage); // makes room, for which the stream may have to wait
   }
-  SavedOrder::of(device).fetchAheadOf(*saved.storage_);
+  if (watching != nullptr) watching->asked(storage.target_);
   return result;
 }
 

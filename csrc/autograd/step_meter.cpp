@@ -22,9 +22,12 @@ TransferStats carriedBy(c10::Device device) {
   return Context::get().residency().transferStats(device.has_index() ? device.index() : 0);
 }
 
+// Of two moments with nothing in between.
+constexpr double kOverhead = 4e-6;
+
 double total(const std::vector<std::pair<Moment, Moment>>& waits) {
   double seconds = 0;
-  for (const auto& [begin, end] : waits) seconds += end.secondsSince(begin);
+  for (const auto& [begin, end] : waits) seconds += std::max(0.0, end.secondsSince(begin) - kOverhead);
   return seconds;
 }
 
@@ -94,7 +97,6 @@ void StepMeter::beginStep(c10::Device device) {
   if (now_ && now_->end.isSet() && !before_) before_ = std::move(now_);
   now_.reset();
   learn();
-  share_.beginStep();
   if (!isWorthWatching(steps_++) || !learns_) return;
   now_.emplace(device);
   now_->upBefore = carriedBy(device).bytesToHost;
@@ -103,26 +105,30 @@ void StepMeter::beginStep(c10::Device device) {
 
 void StepMeter::asking(c10::Device device) {
   const std::lock_guard lock(mutex_);
-  const bool turns = !std::exchange(inBackward_, true);
-  if (!isWatched(device)) return;
+  inBackward_ = true;
+  if (!isWatched(device) || now_->turn.isSet()) return;
   const TransferStats carried = carriedBy(device);
-  if (turns) {
-    now_->turn = Moment::now(device);
-    now_->seen.up = carried.bytesToHost - now_->upBefore;
-    now_->downBefore = carried.bytesToDevice;
-  }
-  now_->seen.down = carried.bytesToDevice - now_->downBefore;
+  now_->seen.up = carried.bytesToHost - now_->upBefore;
+  now_->downBefore = carried.bytesToDevice;
+  now_->turn = Moment::now(device);
+}
+
+void StepMeter::asked(c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  if (!isWatched(device)) return;
+  now_->seen.down = carriedBy(device).bytesToDevice - now_->downBefore;
   now_->end = Moment::now(device);
 }
 
 bool StepMeter::take(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
-  const bool goes = share_.take(bytes);
-  if (now_) {
-    now_->seen.candidates += bytes;
-    now_->seen.sent += goes ? bytes : 0;
-  }
-  return goes;
+  if (now_) now_->seen.candidates += bytes;
+  return share_.take(bytes);
+}
+
+void StepMeter::sent(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (now_) now_->seen.sent += bytes;
 }
 
 void StepMeter::learn() {

@@ -61,11 +61,13 @@ class StepMeter {
     SavedStep last; // that was learned from
   };
 
-  /// To be called whenever something is saved in a forward, and whenever a backward asks for it.
+  /// To be called whenever something is saved in a forward, before a backward is given it, and behind that.
   void saving(c10::Device device);
   void asking(c10::Device device);
-  /// Whether these bytes, which are the next that might go, do.
+  void asked(c10::Device device);
+  /// Whether these bytes, which are the next that might go, should; and that they did.
   bool take(std::size_t bytes);
+  void sent(std::size_t bytes);
   /// None before there is something that was learned from.
   std::optional<Plan> plan() const;
 

@@ -1,6 +1,7 @@
 #include "core/hidden_share.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace offload {
 namespace {
@@ -31,12 +32,20 @@ void HiddenShare::learn(const SavedStep& step) {
   const double backward = part(step.backwardExposed, step.backward);
   if (std::max(forward, backward) <= kUnnoticed) {
     const double halfway = tooMuch_ > 1 ? 1 : (share_ + tooMuch_) / 2;
+    waited_ = false;
+    proved_ = std::max(proved_, share_);
     share_ = std::max(share_, std::min(kGrowth * share_ + kLeastGrowth, halfway));
     return;
   }
+  const double before = share_;
+  if (!std::exchange(waited_, true) && proved_ >= 0) {
+    share_ = std::min(share_, proved_);
+    if (before > share_) tooMuch_ = std::min(tooMuch_, before);
+    return;
+  }
+  proved_ = -1;
   const double exposed = std::max(forward * static_cast<double>(step.up), backward * static_cast<double>(step.down));
   const double hidden = std::max(0.0, static_cast<double>(step.sent) - exposed);
-  const double before = share_;
   share_ = std::min(share_, hidden / static_cast<double>(step.candidates));
   tooMuch_ = std::min({tooMuch_, before, kGrowth * share_ + kLeastGrowth});
 }

@@ -21,8 +21,9 @@ struct SavedStep {
 /// The first steps best send everything, which needs the least memory. A step in which the device waited for the link tells how much too
 /// much that was: while it waited, the link carried what the next step had better keep. A step that didn't wait raises the share a
 /// little, up to halfway to what is held to be too much: the share that was, or a little more than was hidden then. So where nothing
-/// changes, it closes in on the largest share that is hidden. What is known is forgotten after a while, as programs change. Not
-/// thread safe.
+/// changes, it closes in on the largest share that is hidden. Where a step waits after some that didn't, the share falls back to
+/// theirs, as the step may just have stumbled; a second one in a row tells. What is held to be too much is forgotten after a while,
+/// as programs change. Not thread safe.
 class HiddenShare {
  public:
   /// `first` is the share of the first step.
@@ -33,14 +34,13 @@ class HiddenShare {
   }
   /// Whether these bytes go, which are the next that might; those that do are spread evenly.
   bool take(std::size_t bytes);
-  void beginStep() {
-    due_ = 0;
-  }
   void learn(const SavedStep& step);
 
  private:
   double share_;
   double tooMuch_ = 2; // the least share that is held to be: none
+  double proved_ = -1; // the largest share that is known to be hidden: none
+  bool waited_ = false; // in the last step
   double due_ = 0;
   int learned_ = 0;
 };

@@ -12,7 +12,10 @@ namespace offload {
 namespace {
 
 std::optional<py::dict> planOf(const SavedTensors& region) {
-  const auto plan = region.plan();
+  const auto plan = [&region] {
+    const py::gil_scoped_release others; // who holds the meter's mutex may want the GIL
+    return region.plan();
+  }();
   if (!plan) return std::nullopt;
   py::dict result;
   const SavedStep& last = plan->last;

@@ -97,19 +97,33 @@ TEST(HiddenShare, FollowsAProgramThatChanges) {
   train(share, longer, 160);
   EXPECT_NEAR(share.share(), longer.hidden(), 0.03);
   const Program shorter{.forward = 0.02, .backward = 0.04};
-  train(share, shorter, 2);
+  train(share, shorter, 3);
   EXPECT_NEAR(share.share(), shorter.hidden(), 0.03);
 }
 
-TEST(HiddenShare, ASlowStepIsMadeUpFor) {
+TEST(HiddenShare, OneSlowStepChangesLittle) {
+  HiddenShare share;
+  const Program program;
+  train(share, program, 3);
+  const double before = share.share();
+  SavedStep slow = program.run(before);
+  slow.forwardExposed = 0.9 * slow.forward;
+  train(share, program, 1);
+  share.learn(slow);
+  EXPECT_GT(share.share(), 0.9 * before);
+  share.learn(slow);
+  EXPECT_LT(share.share(), 0.5 * before);
+}
+
+TEST(HiddenShare, SlowStepsAreMadeUpFor) {
   HiddenShare share;
   const Program program;
   train(share, program, 3);
   SavedStep slow = program.run(share.share());
   slow.forwardExposed = 0.9 * slow.forward;
-  share.learn(slow);
+  for (int i = 0; i < 2; ++i) share.learn(slow);
   EXPECT_LT(share.share(), 0.2 * program.hidden());
-  train(share, program, 160);
+  train(share, program, 100);
   EXPECT_NEAR(share.share(), program.hidden(), 0.03);
 }
 
@@ -121,10 +135,16 @@ TEST(HiddenShare, AStepThatSavedNothingTellsNothing) {
   EXPECT_EQ(share.share(), before);
 }
 
+TEST(HiddenShare, ShortStepsSendTheirShareTogether) {
+  HiddenShare share(0.25);
+  int sent = 0;
+  for (int i = 0; i < 120; ++i) sent += share.take(100) ? 1 : 0;
+  EXPECT_EQ(sent, 30);
+}
+
 TEST(HiddenShare, WhatGoesIsSpreadEvenly) {
   HiddenShare share;
   train(share, Program{}, 1);
-  share.beginStep();
   std::size_t seen = 0;
   std::size_t sent = 0;
   const std::vector<std::size_t> sizes{64, 16, 224, 224, 1, 64};

@@ -65,6 +65,28 @@ def test_a_share_is_spread_evenly(share):
 
 
 @cached
+def test_who_looks_at_what_is_saved_begins_no_backward():
+    x, before = data(32, 64).requires_grad_(), sent_home()
+    with everything(share=0.5):
+        y = x
+        for _ in range(24):
+            y = y.sigmoid()
+            assert y.grad_fn._saved_result.shape == y.shape
+        y = y.sum()
+    assert sent_home() - before >= 10 * 32 * 64 * 4
+
+
+@cached
+def test_short_steps_send_their_share_together():
+    before = sent_home()
+    with everything(share=0.25):
+        for _ in range(16):
+            x = data(32, 64).requires_grad_()
+            x.sigmoid().sigmoid().sigmoid().sum().exp().backward()
+    assert sent_home() - before >= 6 * 32 * 64 * 4
+
+
+@cached
 def test_the_first_two_steps_send_everything_and_are_learned_from():
     torch.manual_seed(0)
     net = layers(4, 8).to(COMPUTE)
@@ -123,7 +145,7 @@ def test_modules_enter_a_region_that_is_given():
     says(ValueError, sentence, lambda: offload_activations(net, region=region, min_bytes=3))
 
 
-@pytest.mark.parametrize("share", ["some", -0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("share", ["some", -0.1, 1.5, float("nan"), None, [], 1j])
 def test_a_share_that_is_none(share):
     sentence = f'offload: share is {share!r}; give a number from 0 to 1, or "auto".'
     says(ValueError, sentence, lambda: saved_tensors(share=share))
@@ -146,3 +168,20 @@ def test_a_program_that_saves_more_than_the_link_can_hide():
     assert_same(made, x.grad)
     # A sigmoid takes its bytes twice over GPU memory, at tens of times the link's rate.
     assert region.plan.share < 0.3
+
+
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.skipif("TORCH_OFFLOAD_COPY_DELAY_US" in os.environ, reason="delayed copies take their own time")
+def test_a_program_whose_copies_the_link_hides():
+    x, weight = data(8192, 8192).requires_grad_(), data(8192, 8192, seed=8) / 8192
+    region = automatic()
+    for _ in range(6):
+        x.grad = None
+        with region:
+            y = x
+            for _ in range(6):
+                y = ((y @ weight) @ weight).tanh()  # more than 4 TFLOP for each 256 MiB
+            y = y.sum()
+        y.backward()
+        torch.cuda.synchronize()
+    assert region.plan.share > 0.9

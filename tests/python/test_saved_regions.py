@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import COMPUTE, GPU, OFFLOAD, assert_same, data, grads, layers, says
+from helpers import COMPUTE, GPU, OFFLOAD, assert_same, at, data, grads, layers, says
 from saving import both_ways, cached, everything, sent_home, stats
 from torch import nn
 
@@ -57,6 +57,62 @@ def test_a_region_for_each_layer_is_as_good_as_one_for_all():
     assert seen[0] == seen[1]
     assert seen[0][0] == seen[0][2] >= 10 * 32 * 64 * 4
     assert seen[0][1] >= 8
+
+
+@cached
+@pytest.mark.skipif("TORCH_OFFLOAD_EVICT" in os.environ, reason="every fetch is a copy of its own")
+@pytest.mark.parametrize("weights", [0, 3, 9])
+def test_offload_weights_in_between_do_not_end_what_is_fetched_ahead(weights):
+    x, big = data(32, 64).requires_grad_(), 32 * 64 * 4
+    factors = [[at(OFFLOAD, 32, 64, seed=i * weights + k) for k in range(weights)] for i in range(12)]
+    ring = torch_offload.get_ring_bytes()
+    try:
+        torch_offload.set_ring_bytes(2 * big)
+        torch_offload.set_budget(0)
+        before = sent_home()
+        with everything():
+            y = x
+            for layer in factors:
+                y = y.sigmoid()
+                for factor in layer:
+                    y = y * factor
+            y = y.sum()
+        sent = sent_home() - before
+        torch_offload.empty_cache()
+        fetched = stats("link.bytes_to_device")
+        y.backward()
+        assert stats("link.bytes_to_device") - fetched <= sent + 12 * weights * big
+    finally:
+        torch_offload.set_ring_bytes(ring)
+        torch_offload.set_budget(os.environ.get("TORCH_OFFLOAD_BUDGET") or "auto")
+
+
+@cached
+def test_a_graph_that_is_kept_takes_no_room_from_another_one():
+    def graph():
+        y = data(64, 64).requires_grad_()
+        with everything():
+            for _ in range(24):
+                y = y.sigmoid()
+            return y.sum()
+
+    def prefetched(graph):
+        torch_offload.empty_cache()
+        before = stats("cache.prefetches")
+        graph.backward()
+        return stats("cache.prefetches") - before
+
+    ring = torch_offload.get_ring_bytes()
+    try:
+        torch_offload.set_ring_bytes(8 * 64 * 64 * 4)
+        alone = prefetched(graph())
+        kept = graph()
+        beside = [prefetched(graph()) for _ in range(4)]
+    finally:
+        torch_offload.set_ring_bytes(ring)
+    assert alone > 15
+    assert min(beside) >= alone
+    kept.backward()
 
 
 @cached
