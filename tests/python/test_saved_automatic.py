@@ -8,6 +8,7 @@ from helpers import CACHED, COMPUTE, GPU, OFFLOAD, assert_same, data, layers, sa
 from saving import PLACES, both_ways, cached, everything, sent_home
 from torch import nn
 
+import torch_offload
 from torch_offload import offload_activations, saved_tensors
 
 STEPS = 12
@@ -130,6 +131,24 @@ def test_graphs_that_run_again(device):
         twice, x.grad = x.grad, None
         net(x).square().sum().backward()
         assert_same(twice, 2 * x.grad)
+
+
+@cached
+@pytest.mark.skipif(torch.offload.device_count() < 2, reason="needs two devices")
+def test_a_model_on_two_devices():
+    region, net = automatic(), nn.Sequential(*[nn.Sigmoid() for _ in range(6)])
+    for step in range(4):
+        x = data(32, 64, seed=step).requires_grad_()
+        with region:
+            y = net(x)
+            with torch.offload.device(1):  # whose cache is meant where all activations are on the CPU
+                y = net(y.to("cuda:1") if GPU else y).sum()
+        y.backward()
+        torch_offload.synchronize()
+    assert region.plan.bytes > 0
+    z = x.detach().requires_grad_()
+    net(net(z)).sum().backward()
+    assert_same(x.grad, z.grad)
 
 
 def test_modules_enter_a_region_that_is_given():

@@ -85,6 +85,8 @@ ORDER = [
     "test_views_storage.py",
 ]
 
+TWO_DEVICES = ["test_two_devices.py", "test_random_programs.py", "test_saved_automatic.py"]
+
 RUNS = {
     "budgets and orders": (CACHE, {"TORCH_OFFLOAD_SEED": "9", **VALIDATE}),
     "late copies": (AUTOGRAD, {"TORCH_OFFLOAD_SEED": "10", "TORCH_OFFLOAD_COPY_DELAY_US": "100", **VALIDATE}),
@@ -120,15 +122,15 @@ RUNS = {
     ),
     "a third order": (ORDER, {"TORCH_OFFLOAD_SEED": "5", "TORCH_OFFLOAD_EVICT": "1", "TORCH_OFFLOAD_BUDGET": "512"}),
     "two devices": (
-        ["test_two_devices.py", "test_random_programs.py"],
+        TWO_DEVICES,
         {**VALIDATE, "TORCH_OFFLOAD_SEED": "12", "TORCH_OFFLOAD_SIM_DEVICES": "2", "TORCH_OFFLOAD_POISON": "1"},
     ),
     "three devices, late copies": (
-        ["test_two_devices.py", "test_random_programs.py"],
+        TWO_DEVICES,
         {"TORCH_OFFLOAD_SEED": "13", "TORCH_OFFLOAD_SIM_DEVICES": "3", "TORCH_OFFLOAD_COPY_DELAY_US": "100"},
     ),
     "two devices, memory that is not pinned": (
-        ["test_two_devices.py", "test_random_programs.py"],
+        TWO_DEVICES,
         {"TORCH_OFFLOAD_SEED": "14", "TORCH_OFFLOAD_SIM_DEVICES": "2", "TORCH_OFFLOAD_PINNED_LIMIT": "0", **VALIDATE},
     ),
     "nothing ahead": (ORDER, {**VALIDATE, "TORCH_OFFLOAD_SEED": "11", "TORCH_OFFLOAD_PREFETCH": "0"}),
