@@ -7,6 +7,8 @@ import pytest
 import torch
 from helpers import COMPUTE, CPU, GPU, OFFLOAD, assert_same
 
+import torch_offload
+
 PLACES = {"offload": OFFLOAD, "cpu": CPU, "cuda": COMPUTE} if GPU else {"offload": OFFLOAD, "cpu": CPU}
 WAYS = [(a, b) for a, b in itertools.product(PLACES, PLACES) if "offload" in (a, b)]
 DTYPES = [
@@ -103,6 +105,33 @@ def test_dtype_pairs(source, target, of, to):
     into = torch.zeros(5, 3, dtype=to, device=PLACES[target]).t()
     into.copy_(start)
     assert_same(into, plain.to(to))
+
+
+@pytest.mark.gpu
+def test_the_gpu_converts():
+    """So what crosses the link has the dtype of the offload side, and the host computes nothing."""
+
+    def carried(copy):
+        before = torch_offload.memory_stats()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            result = copy()
+            torch.cuda.synchronize()
+        after = torch_offload.memory_stats()
+        kernels = [event.name for event in profile.events() if "elementwise" in event.name]
+        return (
+            result,
+            len(kernels),
+            *(after[name] - before[name] for name in ("link.bytes_to_device", "link.bytes_to_host")),
+        )
+
+    plain = torch.randn(1000, 100)
+    large, small = plain.to("offload"), plain.bfloat16().to("offload")
+    result, kernels, down, up = carried(lambda: large.to("cuda", torch.bfloat16))
+    assert (kernels, down, up) == (1, large.nbytes, 0)
+    assert_same(result, plain.bfloat16())
+    result, kernels, down, up = carried(lambda: small.copy_(plain.cuda() * 2))
+    assert (kernels, down, up) == (2, 0, small.nbytes)
+    assert_same(result, (plain * 2).bfloat16())
 
 
 @pytest.mark.parametrize(("source", "target"), WAYS)
