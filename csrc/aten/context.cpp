@@ -187,7 +187,7 @@ Stream Context::currentStream(c10::DeviceIndex index) const {
   return {index, nullptr};
 }
 
-c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose) {
+c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose, bool locked) {
   const c10::Device device(kOffload, index);
   if (bytes == 0) return {nullptr, device};
   TORCH_CHECK(
@@ -195,7 +195,7 @@ c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born b
       " bytes was asked for; give 0 or more.");
   HostRange range;
   try {
-    range = arena_->allocate(bytes);
+    range = arena_->allocate(bytes, locked);
   } catch (const OutOfMemory& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   }

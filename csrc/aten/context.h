@@ -87,7 +87,8 @@ class Context {
   Stream currentStream(c10::DeviceIndex index) const;
 
   /// Host memory for a storage of `offload:index`. The DataPtr owns the Block.
-  c10::DataPtr newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose = Purpose::Temporary);
+  c10::DataPtr newBlock(
+      std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose = Purpose::Temporary, bool locked = true);
   /// The same over memory of somebody else, which `owner` keeps alive.
   c10::DataPtr foreignBlock(
       void* data, std::size_t bytes, c10::DeviceIndex index, std::shared_ptr<void> owner, Purpose purpose = Purpose::Temporary);

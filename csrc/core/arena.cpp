@@ -65,18 +65,19 @@ Arena::~Arena() {
   }
 }
 
-HostRange Arena::allocate(std::size_t bytes) {
+HostRange Arena::allocate(std::size_t bytes, bool locked) {
   const auto audited = audit("allocate");
   const std::size_t rounded = roundUp(std::clamp<std::size_t>(bytes, 1, PTRDIFF_MAX), ArenaSlabs::kGranule);
   collect(Poll::Some);
-  HostRange range = take(rounded, wanted_);
+  const HostKind wanted = locked ? wanted_ : HostKind::Pageable;
+  HostRange range = take(rounded, wanted);
   if (range.data == nullptr) {
     collect(Poll::All);
-    range = grow(rounded);
+    range = grow(rounded, wanted);
   }
   // The system has no more to give: what is merely waiting for copies may do.
-  if (range.data == nullptr && collect(Poll::Wait)) range = grow(rounded);
-  if (range.data == nullptr && trim() > 0) range = grow(rounded);
+  if (range.data == nullptr && collect(Poll::Wait)) range = grow(rounded, wanted);
+  if (range.data == nullptr && trim() > 0) range = grow(rounded, wanted);
   if (range.data == nullptr) {
     const ArenaStats now = stats();
     throw OutOfMemory(

@@ -77,8 +77,9 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  /// At least `bytes` bytes, aligned to 512. Throws OutOfMemory. May wait for pending ranges when the system refuses more.
-  HostRange allocate(std::size_t bytes);
+  /// At least `bytes` bytes, aligned to 512. Throws OutOfMemory. May wait for pending ranges when the system refuses more. With
+  /// `locked`, page-locked memory if there may be more of it.
+  HostRange allocate(std::size_t bytes, bool locked = true);
   /// Takes a range of allocate() back; it is reused after all of `pending` is done.
   void free(void* data, std::vector<Token> pending) noexcept;
   /// Holds memory of somebody else until all of `pending` is done. Never waits.
@@ -119,7 +120,7 @@ class Arena {
   void giveBack(const Lock&, HostAddress range);
   bool collect(Poll poll);
 
-  HostRange grow(std::size_t bytes);
+  HostRange grow(std::size_t bytes, HostKind wanted);
   HostRange place(RegionPtr region, std::size_t bytes);
   RegionPtr lockedRegion(std::size_t bytes);
   std::size_t grant(std::size_t bytes, bool exact);

@@ -17,11 +17,12 @@ std::size_t minus(std::size_t from, std::size_t what) {
 
 } // namespace
 
-// What there is, else new memory: page-locked if that may be had. Pageable memory is taken, and made, only where it may not.
-HostRange Arena::grow(std::size_t bytes) {
-  if (HostRange range = take(bytes, wanted_); range.data != nullptr) return range;
+// What there is, else new memory: page-locked if that is wanted and may be had. Else, and only where it may not, pageable memory is
+// taken, and made.
+HostRange Arena::grow(std::size_t bytes, HostKind wanted) {
+  if (HostRange range = take(bytes, wanted); range.data != nullptr) return range;
   trimExcess(bytes);
-  if (wanted_ == HostKind::Locked) {
+  if (wanted == HostKind::Locked) {
     if (RegionPtr region = lockedRegion(bytes)) return place(std::move(region), bytes);
     if (HostRange range = take(bytes, HostKind::Pageable); range.data != nullptr) return range;
     warn(bytes);

@@ -39,6 +39,20 @@ TEST(ArenaLimit, PastItMemoryIsPageableAndOneWarningSaysSo) {
        std::to_string(500 * kMiB) + " bytes are page-locked", std::to_string(512 * kMiB), "raise TORCH_OFFLOAD_PINNED_LIMIT"});
 }
 
+TEST(ArenaLimit, WhoWantsPageableMemoryGetsIt) {
+  ArenaRig rig(withLimit(512 * kMiB));
+  const HostRange locked = rig.arena.allocate(kMiB);
+  rig.arena.free(locked.data, {});
+  const HostRange pageable = rig.arena.allocate(kMiB, false);
+  EXPECT_TRUE(locked.pinned);
+  EXPECT_FALSE(pageable.pinned);
+  EXPECT_EQ(rig.arena.allocate(kMiB).data, locked.data);
+  rig.arena.free(pageable.data, {});
+  EXPECT_TRUE(rig.arena.allocate(kMiB).pinned);
+  EXPECT_FALSE(rig.arena.allocate(kMiB, false).pinned);
+  EXPECT_TRUE(rig.warnings.empty());
+}
+
 TEST(ArenaLimit, WhatIsLeftServesSmallerRequests) {
   ArenaRig rig(withLimit(512 * kMiB));
   rig.arena.allocate(500 * kMiB);
