@@ -25,6 +25,17 @@ Stream streamOf(c10::Stream stream) {
   return {stream.device_index(), c10::cuda::CUDAStream(stream).stream()};
 }
 
+BesideCaptures::BesideCaptures() noexcept {
+  auto mode = cudaStreamCaptureModeRelaxed;
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  previous_ = mode;
+}
+
+BesideCaptures::~BesideCaptures() {
+  auto mode = static_cast<cudaStreamCaptureMode>(previous_);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
 #else
 
 c10::DeviceIndex deviceCount() noexcept {
@@ -42,6 +53,9 @@ Stream currentStream(c10::DeviceIndex index) {
 Stream streamOf(c10::Stream stream) {
   return {stream.device_index(), nullptr};
 }
+
+BesideCaptures::BesideCaptures() noexcept = default;
+BesideCaptures::~BesideCaptures() = default;
 
 #endif
 

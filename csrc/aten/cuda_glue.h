@@ -26,6 +26,17 @@ using GiveUp = void (*)(c10::DeviceIndex index);
 void relieveAllocatorBy(Relieve relieve, GiveUp giveUp);
 /// Gives what PyTorch's allocator keeps and nobody uses back to the driver; not while the calling thread captures a graph.
 void releaseCached();
+/// While it lives, what its thread asks of events spoils no graph that another thread captures.
+class BesideCaptures {
+ public:
+  BesideCaptures() noexcept;
+  ~BesideCaptures();
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  int previous_ = 0;
+};
 /// The Link over PyTorch's CUDA caching allocator.
 std::unique_ptr<Link> makeLink();
 

@@ -1,6 +1,7 @@
 #include "autograd/step_meter.h"
 
 #include "aten/context.h"
+#include "aten/cuda_glue.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -13,7 +14,12 @@ namespace {
 constexpr int kWatchedFirst = 16;
 constexpr int kWatchedEvery = 8;
 
-// In the first step host memory is page-locked, which the device waits for.
+// All that the system has given; the device waits where it is page-locked.
+std::size_t hostMemory() {
+  return Context::get().arena().stats().reservedEver;
+}
+
+// The first step takes all of its host memory.
 bool isWorthWatching(int step) {
   return step > 0 && (step <= kWatchedFirst || step % kWatchedEvery == 0);
 }
@@ -41,6 +47,7 @@ Moment Moment::now(c10::Device device) {
   if (device.is_cpu()) {
     result.at_ = std::chrono::steady_clock::now();
   } else if (!context.link()->capturing(context.currentStream(device.index()))) {
+    const cuda::BesideCaptures others;
     auto& event = result.at_.emplace<c10::Event>(device.type(), c10::EventFlag::BACKEND_DEFAULT); // which has times
     event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   }
@@ -48,11 +55,13 @@ Moment Moment::now(c10::Device device) {
 }
 
 bool Moment::passed() const {
+  const cuda::BesideCaptures others;
   if (const auto* event = std::get_if<c10::Event>(&at_)) return event->query();
   return std::holds_alternative<Time>(at_);
 }
 
 double Moment::secondsSince(const Moment& earlier) const {
+  const cuda::BesideCaptures others;
   if (const auto* event = std::get_if<c10::Event>(&at_)) return std::get<c10::Event>(earlier.at_).elapsedTime(*event) / 1e3;
   return std::chrono::duration<double>(std::get<Time>(at_) - std::get<Time>(earlier.at_)).count();
 }
@@ -97,9 +106,11 @@ void StepMeter::beginStep(c10::Device device) {
   if (now_ && now_->end.isSet() && !before_) before_ = std::move(now_);
   now_.reset();
   learn();
+  share_.begin(learns_ ? Context::get().residency().ringBytes() : 0);
   if (!isWorthWatching(steps_++) || !learns_) return;
   now_.emplace(device);
   now_->upBefore = carriedBy(device).bytesToHost;
+  now_->memoryBefore = hostMemory();
   now_->begin = Moment::now(device);
 }
 
@@ -117,13 +128,15 @@ void StepMeter::asked(c10::Device device) {
   const std::lock_guard lock(mutex_);
   if (!isWatched(device)) return;
   now_->seen.down = carriedBy(device).bytesToDevice - now_->downBefore;
+  now_->memory = hostMemory();
   now_->end = Moment::now(device);
 }
 
 bool StepMeter::take(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (now_) now_->seen.candidates += bytes;
-  return share_.take(bytes);
+  const auto next = share_.take(bytes);
+  if (now_) (next == HiddenShare::Next::Late ? now_->seen.late : now_->seen.candidates) += bytes;
+  return next == HiddenShare::Next::Goes;
 }
 
 void StepMeter::sent(std::size_t bytes) {
@@ -136,7 +149,7 @@ void StepMeter::learn() {
   const auto whole = [](const auto& wait) { return wait.first.passed() && wait.second.passed(); };
   const Step& step = *before_;
   if (!step.end.passed()) return; // some of it lies ahead; the next step will ask again
-  if (step.begin.passed() && step.turn.passed() && std::ranges::all_of(step.sends, whole) &&
+  if (step.memory == step.memoryBefore && step.begin.passed() && step.turn.passed() && std::ranges::all_of(step.sends, whole) &&
       std::ranges::all_of(step.fetches, whole)) {
     SavedStep seen = step.seen;
     seen.forward = step.turn.secondsSince(step.begin);

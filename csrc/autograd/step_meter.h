@@ -80,6 +80,8 @@ class StepMeter {
     std::vector<std::pair<Moment, Moment>> sends, fetches;
     std::size_t upBefore = 0; // what the link has carried ever
     std::size_t downBefore = 0;
+    std::size_t memoryBefore = 0; // of the host
+    std::size_t memory = 0;
     SavedStep seen;
   };
 

@@ -17,12 +17,23 @@ double part(double exposed, double whole) {
 
 } // namespace
 
-bool HiddenShare::take(std::size_t bytes) {
-  if (share_ >= 1) return true;
+// Steps that are alike send the same, so that their memory is the same; but steps that are too short to send anything add up.
+void HiddenShare::begin(std::size_t underWay) {
+  if (std::exchange(sent_, false)) due_ = 0;
+  expected_ = std::exchange(offered_, 0);
+  underWay_ = underWay;
+}
+
+HiddenShare::Next HiddenShare::take(std::size_t bytes) {
+  offered_ += bytes;
+  if (share_ >= 1) return Next::Goes;
+  if (offered_ <= expected_ && share_ * static_cast<double>(expected_ - offered_) < static_cast<double>(underWay_))
+    return Next::Late;
   due_ += share_ * static_cast<double>(bytes);
-  if (due_ < static_cast<double>(bytes)) return false;
+  if (due_ < static_cast<double>(bytes)) return Next::Stays;
   due_ -= static_cast<double>(bytes);
-  return true;
+  sent_ = true;
+  return Next::Goes;
 }
 
 void HiddenShare::learn(const SavedStep& step) {

@@ -12,6 +12,7 @@ struct SavedStep {
   double backward = 0;
   double backwardExposed = 0;
   std::size_t candidates = 0; // bytes that might have gone
+  std::size_t late = 0; // and those that would still have been under way at the end of forward
   std::size_t sent = 0; // those that went
   std::size_t up = 0; // bytes that the link carried home in forward, whatever they were
   std::size_t down = 0; // and to the device in backward
@@ -23,7 +24,10 @@ struct SavedStep {
 /// little, up to halfway to what is held to be too much: the share that was, or a little more than was hidden then. So where nothing
 /// changes, it closes in on the largest share that is hidden. Where a step waits after some that didn't, the share falls back to
 /// theirs, as the step may just have stumbled; a second one in a row tells. What is held to be too much is forgotten after a while,
-/// as programs change. Not thread safe.
+/// as programs change.
+///
+/// What would leave with the end of forward frees nothing by then, and is in the way of what backward wants first. So the last of
+/// what a step saves stays, by how much the step before it has saved: as much as would be under way then. Not thread safe.
 class HiddenShare {
  public:
   /// `first` is the share of the first step.
@@ -32,8 +36,11 @@ class HiddenShare {
   double share() const {
     return share_;
   }
-  /// Whether these bytes go, which are the next that might; those that do are spread evenly.
-  bool take(std::size_t bytes);
+  /// A step begins. `underWay` is how much may be sent and not have left: 0 if that is not to be looked at.
+  void begin(std::size_t underWay = 0);
+  enum class Next { Goes, Stays, Late };
+  /// Of these bytes, which are the next that might go; those that do are spread evenly, and begin anew in each step.
+  Next take(std::size_t bytes);
   void learn(const SavedStep& step);
 
  private:
@@ -42,6 +49,10 @@ class HiddenShare {
   double proved_ = -1; // the largest share that is known to be hidden: none
   bool waited_ = false; // in the last step
   double due_ = 0;
+  bool sent_ = false; // in this step
+  std::size_t offered_ = 0; // in this step
+  std::size_t expected_ = 0; // as many as the last one offered
+  std::size_t underWay_ = 0;
   int learned_ = 0;
 };
 

@@ -8,6 +8,8 @@
 namespace offload {
 namespace {
 
+using Next = HiddenShare::Next;
+
 constexpr std::size_t kSaved = 10'000'000'000;
 
 // A program whose link carries saved bytes, and others, beside a device that computes.
@@ -46,8 +48,8 @@ void train(HiddenShare& share, const Program& program, int steps) {
 TEST(HiddenShare, AllGoesInTheFirstStep) {
   HiddenShare share;
   EXPECT_EQ(share.share(), 1);
-  EXPECT_TRUE(share.take(100));
-  EXPECT_TRUE(share.take(1));
+  EXPECT_EQ(share.take(100), Next::Goes);
+  EXPECT_EQ(share.take(1), Next::Goes);
 }
 
 TEST(HiddenShare, WhatIsHiddenIsKnownAfterOneStep) {
@@ -138,7 +140,10 @@ TEST(HiddenShare, AStepThatSavedNothingTellsNothing) {
 TEST(HiddenShare, ShortStepsSendTheirShareTogether) {
   HiddenShare share(0.25);
   int sent = 0;
-  for (int i = 0; i < 120; ++i) sent += share.take(100) ? 1 : 0;
+  for (int i = 0; i < 120; ++i) {
+    share.begin();
+    sent += share.take(100) == Next::Goes ? 1 : 0;
+  }
   EXPECT_EQ(sent, 30);
 }
 
@@ -151,12 +156,42 @@ TEST(HiddenShare, WhatGoesIsSpreadEvenly) {
   for (int layer = 0; layer < 50; ++layer) {
     for (const std::size_t bytes : sizes) {
       seen += bytes;
-      sent += share.take(bytes) ? bytes : 0;
+      sent += share.take(bytes) == Next::Goes ? bytes : 0;
       const double due = share.share() * static_cast<double>(seen);
       EXPECT_LE(static_cast<double>(sent), due + 1e-6);
       EXPECT_GE(static_cast<double>(sent), due - 224);
     }
   }
+}
+
+// Of a step of 20 results, which ones go.
+std::vector<int> sentOf(HiddenShare& share, std::size_t underWay, int count = 20) {
+  std::vector<int> sent;
+  share.begin(underWay);
+  for (int i = 0; i < count; ++i) {
+    if (share.take(100) == Next::Goes) sent.push_back(i);
+  }
+  return sent;
+}
+
+TEST(HiddenShare, StepsThatAreAlikeSendTheSame) {
+  HiddenShare share(0.3);
+  const auto first = sentOf(share, 0);
+  EXPECT_EQ(first, (std::vector<int>{3, 6, 9, 13, 16, 19}));
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(sentOf(share, 0), first);
+}
+
+TEST(HiddenShare, WhatWouldNotHaveLeftByTheEndOfForwardStays) {
+  HiddenShare share(0.25);
+  const auto all = std::vector<int>{3, 7, 11, 15, 19};
+  EXPECT_EQ(sentOf(share, 200), all); // nothing is known yet
+  EXPECT_EQ(sentOf(share, 200), (std::vector<int>{3, 7, 11})); // a quarter of the last 800 bytes is less than may be under way
+  EXPECT_EQ(sentOf(share, 200, 10), (std::vector<int>{3, 7})); // a shorter one
+  EXPECT_EQ(sentOf(share, 200), (std::vector<int>{11, 15, 19})); // a longer one, of which less was expected
+  EXPECT_EQ(sentOf(share, 0), all);
+  HiddenShare everything;
+  EXPECT_EQ(sentOf(everything, 2000).size(), 20U);
+  EXPECT_EQ(sentOf(everything, 2000).size(), 20U); // hidden as a whole: the link is faster than what is saved
 }
 
 } // namespace
