@@ -48,6 +48,9 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
     on the CPU, tensor subclasses and sparse tensors are saved as they are. Of checkpointed functions the inputs are saved so,
     and nothing of what is recomputed, where this is around the call of ``checkpoint()`` and not inside of it.
 
+    What is under way in both directions, with the offload weights, takes no more GPU memory than
+    :func:`torch.offload.set_ring_bytes` allows.
+
     May be nested (the innermost decides), entered by several threads, entered again, and used as a decorator. Limits of bytes,
     and what ``share="auto"`` learns, are each region's own; so make one for all layers, if you use them.
 
@@ -59,6 +62,10 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
             waited for it tells how much may in those that follow; :attr:`plan` says what was chosen. Default: 1.
         max_host_bytes: How much host memory may be held for this at once, in bytes; what is saved beyond stays on the GPU, and
             a warning says so once. Default: no limit but the machine's.
+        pin_memory: Whether that host memory is page-locked. Copies of memory that isn't go through a ring of memory that is,
+            and keep a core of the host busy. Default: True.
+        use_streams: Whether copies overlap with what the GPU computes, and those to the GPU are made ahead. Where not, each
+            operation waits for its own, and no GPU memory is held for copies under way. Default: True.
         filter: Called with each tensor that might travel, parameters too, which won't; where it returns False, that tensor is
             saved as it is. It should ask for ``tensor.nbytes`` and not for ``untyped_storage()``, which holds the storage.
 
@@ -75,6 +82,8 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         keep_bytes: int = 0,
         share: float | Literal["auto"] = 1.0,
         max_host_bytes: int | None = None,
+        pin_memory: bool = True,
+        use_streams: bool = True,
         filter: Callable[[Tensor], bool] | None = None,
     ) -> None:
         given = {"min_bytes": min_bytes, "keep_bytes": keep_bytes, "max_host_bytes": max_host_bytes}
@@ -83,7 +92,9 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
                 raise ValueError(f"offload: {name} is {value}; give bytes, 0 or more.")
         if share != "auto" and not (isinstance(share, Real) and 0 <= share <= 1):
             raise ValueError(f'offload: share is {share!r}; give a number from 0 to 1, or "auto".')
-        self._region = region = _C.SavedTensors(**given, share=None if share == "auto" else share)
+        self._region = region = _C.SavedTensors(
+            **given, share=None if share == "auto" else share, pin_memory=pin_memory, use_streams=use_streams
+        )
         super().__init__(region.pack if filter is None else _filtered(region, filter), region.unpack)
 
     @property

@@ -244,12 +244,18 @@ c10::Storage fetchStorage(Block& block, Extent extent, c10::Device target) {
   return {c10::Storage::use_byte_size_t(), extent.bytes(), fetchBytes(block, extent, target), nullptr, false};
 }
 
-c10::DataPtr sendHome(const c10::Storage& storage, Purpose purpose, Stream producer) {
+c10::DataPtr sendHome(const c10::Storage& storage, Extent extent, Purpose purpose, Stream producer, SendOptions options) {
   Context& context = Context::get();
-  auto data = context.newBlock(storage.nbytes(), static_cast<c10::DeviceIndex>(producer.device), Born::Device, purpose);
+  const auto index = static_cast<c10::DeviceIndex>(producer.device);
+  auto data = context.newBlock(extent.bytes(), index, Born::Device, purpose, options.locked);
   auto& block = *static_cast<Block*>(data.get_context());
+  auto* const begin = static_cast<std::byte*>(const_cast<void*>(storage.data())) + extent.begin;
+  if (!options.overlaps) {
+    context.residency().store(block, {0, extent.bytes()}, begin, producer);
+    return data;
+  }
   block.goesHome = true;
-  DeviceBuffer buffer{const_cast<void*>(storage.data()), storage.nbytes(), producer, keep(storage)};
+  DeviceBuffer buffer{begin, storage.nbytes(), producer, keep(storage)};
   context.residency().adopt(block, std::move(buffer), producer);
   return data;
 }

@@ -1,6 +1,7 @@
 #include "autograd/saved_order.h"
 
 #include "aten/context.h"
+#include "autograd/saved_tensors.h"
 
 #include <algorithm>
 
@@ -24,15 +25,15 @@ SavedOrder& SavedOrder::of(c10::Device target) {
   return orders->at(static_cast<std::size_t>(target.has_index() ? target.index() : 0));
 }
 
-std::shared_ptr<SavedStorage> SavedOrder::find(const c10::Storage& storage, Stream stream) {
+std::shared_ptr<SavedStorage> SavedOrder::find(const at::Tensor& tensor, Stream stream) {
   std::shared_ptr<SavedStorage> known;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = known_.find(storage.unsafeGetStorageImpl());
+    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
     if (found != known_.end()) known = found->second.lock();
   }
   // Else another thread has just sent it home, and the address is another storage's.
-  return known && known->isFor(storage, stream) ? known : nullptr;
+  return known && known->save(tensor, stream) ? known : nullptr;
 }
 
 void SavedOrder::add(const std::shared_ptr<SavedStorage>& saved) {
@@ -105,7 +106,7 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::passedBy(const SavedStora
   std::erase_if(ahead_, [&](SavedStorage* ahead) {
     if (!begins && ahead->number_ != saved.number_ && ahead->number_ <= latest) return false;
     ahead->isAhead_ = false;
-    aheadBytes_ -= ahead->bytes_;
+    aheadBytes_ -= ahead->extent_.bytes();
     if (auto held = ahead->weak_from_this().lock()) result.push_back(std::move(held));
     return true;
   });
@@ -120,12 +121,12 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::before(const SavedStorage
   auto place = *saved.place_;
   for (int looked = 0; place != order_.begin() && result.size() < kMostAhead && looked < kMostLookedAt; ++looked) {
     SavedStorage& before = **--place;
-    if (!before.isHome_ || before.isAhead_) continue;
-    if (!ahead_.empty() && aheadBytes_ + before.bytes_ > most) break;
+    if (!before.isHome_ || before.isAhead_ || !before.owner_->options().useStreams) continue;
+    if (!ahead_.empty() && aheadBytes_ + before.extent_.bytes() > most) break;
     auto held = before.weak_from_this().lock();
     if (!held) continue;
     before.isAhead_ = true;
-    aheadBytes_ += before.bytes_;
+    aheadBytes_ += before.extent_.bytes();
     ahead_.push_back(&before);
     result.push_back(std::move(held));
   }
@@ -146,7 +147,7 @@ void SavedOrder::forget(SavedStorage& saved) noexcept {
     if (known != known_.end() && known->second.expired()) known_.erase(known);
   }
   if (saved.isAhead_) {
-    aheadBytes_ -= saved.bytes_;
+    aheadBytes_ -= saved.extent_.bytes();
     std::erase(ahead_, &saved);
   }
 }

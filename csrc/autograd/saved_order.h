@@ -21,8 +21,8 @@ class SavedOrder {
   /// One for each device, for as long as the process runs.
   static SavedOrder& of(c10::Device target);
 
-  /// Null where the storage isn't known, or has gone home.
-  std::shared_ptr<SavedStorage> find(const c10::Storage& storage, Stream stream);
+  /// That of the tensor's storage, which knows of the tensor from now on; null where it isn't known, or has gone home.
+  std::shared_ptr<SavedStorage> find(const at::Tensor& tensor, Stream stream);
   void add(const std::shared_ptr<SavedStorage>& saved);
   /// Those that nobody else holds any more, of some that wait for that; each is told once.
   std::vector<std::shared_ptr<SavedStorage>> newlyAlone();

@@ -6,6 +6,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace offload {
@@ -17,16 +18,22 @@ std::optional<c10::Stream> currentOf(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
+// Of its storage, which may have been resized since.
+Extent coveredBy(const at::Tensor& tensor) {
+  const Extent extent = extentOf(tensor).aligned();
+  return extent.end <= tensor.storage().nbytes() ? extent : Extent{};
+}
+
 } // namespace
 
-SavedStorage::SavedStorage(std::shared_ptr<SavedTensors> owner, c10::Storage storage, c10::Device target, Stream stream)
+SavedStorage::SavedStorage(std::shared_ptr<SavedTensors> owner, const at::Tensor& tensor, c10::Device target, Stream stream)
     : owner_(std::move(owner)),
       target_(target),
       stream_(stream),
-      bytes_(storage.nbytes()),
-      recorded_(currentOf(storage.device())),
-      storage_(std::move(storage)),
-      extent_{0, bytes_},
+      bytes_(tensor.storage().nbytes()),
+      recorded_(currentOf(tensor.storage().device())),
+      storage_(tensor.storage()),
+      saved_(coveredBy(tensor)),
       restored_(c10::intrusive_ptr<c10::StorageImpl>()),
       key_(storage_.unsafeGetStorageImpl()) {}
 
@@ -44,8 +51,8 @@ SavedStorage::~SavedStorage() {
   owner_->forget(*this);
 }
 
+// Under the mutex.
 c10::Storage SavedStorage::memory() {
-  const std::lock_guard lock(mutex_);
   if (storage_) return storage_;
   const Pin ahead = std::move(ahead_); // until the fetch has found it
   const Stream now = Context::get().currentStream(target_.index());
@@ -57,12 +64,31 @@ c10::Storage SavedStorage::memory() {
   return storage;
 }
 
-// Whether this is for the storage. One more stream that uses it makes it stay.
-bool SavedStorage::isFor(const c10::Storage& storage, Stream stream) {
+at::Tensor SavedStorage::restore(const at::Tensor& like) {
   const std::lock_guard lock(mutex_);
-  if (!storage_ || !storage_.is_alias_of(storage)) return false;
+  // What is left out of the Block.
+  const auto left = storage_ ? 0 : static_cast<std::int64_t>(saved_.begin / static_cast<std::size_t>(like.element_size()));
+  // An empty tensor may begin anywhere.
+  return tensorOver(memory(), like.device().type(), like, std::max<std::int64_t>(like.storage_offset() - left, 0));
+}
+
+// Whether the tensor's storage is this. One more stream that uses it makes it stay.
+bool SavedStorage::save(const at::Tensor& tensor, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (!storage_ || !storage_.is_alias_of(tensor.storage())) return false;
   stays_ = stays_ || stream != stream_;
+  const Extent more = coveredBy(tensor);
+  if (saved_.bytes() == 0) {
+    saved_ = more;
+  } else if (more.bytes() > 0) {
+    saved_ = {std::min(saved_.begin, more.begin), std::max(saved_.end, more.end)};
+  }
   return true;
+}
+
+std::size_t SavedStorage::bytesToSend() {
+  const std::lock_guard lock(mutex_);
+  return saved_.bytes();
 }
 
 SavedStorage::Place SavedStorage::place() {
@@ -73,7 +99,7 @@ SavedStorage::Place SavedStorage::place() {
 // Under the mutex.
 SavedStorage::Place SavedStorage::placeNow() const {
   if (!storage_ || stays_ || storage_.nbytes() != bytes_) return Place::Elsewhere; // or resized since
-  return storage_.use_count() > 1 ? Place::Held : Place::Alone;
+  return storage_.use_count() > 1 || saved_.bytes() == 0 ? Place::Held : Place::Alone;
 }
 
 // False where it is not alone any more.
@@ -81,7 +107,10 @@ bool SavedStorage::goHome() {
   const std::lock_guard lock(mutex_);
   if (placeNow() != Place::Alone) return false;
   if (recorded_) c10::getDeviceAllocator(target_.type())->recordStream(storage_.data_ptr(), *recorded_);
-  block_ = sendHome(storage_, Purpose::Activation, stream_);
+  const auto& options = owner_->options();
+  block_ =
+      sendHome(storage_, saved_, Purpose::Activation, stream_, {.locked = options.pinMemory, .overlaps = options.useStreams});
+  extent_ = {0, saved_.bytes()};
   storage_ = {};
   return true;
 }

@@ -19,14 +19,14 @@ class SavedTensors;
 /// guarded by its own mutex, under which Link calls are made, but for those that are SavedOrder's or SavedTensors'.
 class SavedStorage : public std::enable_shared_from_this<SavedStorage> {
  public:
-  SavedStorage(std::shared_ptr<SavedTensors> owner, c10::Storage storage, c10::Device target, Stream stream);
+  SavedStorage(std::shared_ptr<SavedTensors> owner, const at::Tensor& tensor, c10::Device target, Stream stream);
   SavedStorage(std::shared_ptr<SavedTensors> owner, FetchedSource source, c10::Device target);
   ~SavedStorage();
   SavedStorage(const SavedStorage&) = delete;
   SavedStorage& operator=(const SavedStorage&) = delete;
 
-  /// On the device, for work on the current stream.
-  c10::Storage memory();
+  /// A tensor over it of `like`'s geometry, which is that of a tensor that was saved; for work on the current stream.
+  at::Tensor restore(const at::Tensor& like);
 
  private:
   friend class SavedOrder;
@@ -34,8 +34,10 @@ class SavedStorage : public std::enable_shared_from_this<SavedStorage> {
 
   enum class Place { Held, Alone, Elsewhere }; // by others too; by nobody else; at home, or it will not go
 
-  bool isFor(const c10::Storage& storage, Stream stream);
+  bool save(const at::Tensor& tensor, Stream stream);
+  c10::Storage memory();
   Place place();
+  std::size_t bytesToSend();
   Place placeNow() const;
   bool goHome();
   void fetchAhead(Stream stream) noexcept;
@@ -43,13 +45,14 @@ class SavedStorage : public std::enable_shared_from_this<SavedStorage> {
   const std::shared_ptr<SavedTensors> owner_;
   const c10::Device target_; // of a fetch
   const Stream stream_; // on which the storage was written
-  const std::size_t bytes_;
+  const std::size_t bytes_; // of the storage
   const std::optional<c10::Stream> recorded_; // the same, for PyTorch
   std::mutex mutex_;
   c10::Storage storage_; // while its bytes are not in the Block
   bool stays_ = false; // several streams use it, of which the graph keeps it for the last
-  c10::DataPtr block_;
-  Extent extent_;
+  Extent saved_; // of the storage, which tensors that were saved cover; empty for a Block's
+  c10::DataPtr block_; // with the bytes of that
+  Extent extent_; // of the Block
   c10::weak_intrusive_ptr<c10::StorageImpl> restored_;
   Stream restoredFor_;
   Pin ahead_;

@@ -68,7 +68,7 @@ void SavedTensor::refuseChanged() const {
 at::Tensor SavedTensor::unpack() const {
   if (version_.enabled() && version_.current_version() != savedVersion_) refuseChanged();
   if (!storage_) return kept_;
-  auto result = tensorOver(storage_->memory(), kept_.device().type(), kept_, kept_.storage_offset());
+  auto result = storage_->restore(kept_);
   if (version_.enabled()) result.unsafeGetTensorImpl()->set_version_counter(version_);
   return result;
 }
@@ -99,14 +99,13 @@ std::shared_ptr<SavedStorage> SavedTensors::storageOf(const at::Tensor& tensor, 
 }
 
 std::shared_ptr<SavedStorage> SavedTensors::noteDown(const at::Tensor& tensor) {
-  const c10::Storage& storage = tensor.storage();
   const c10::DeviceIndex index = indexOf(tensor);
   const c10::Device target = pairedDevice(index);
   const Stream stream = Context::get().currentStream(index);
   if (meter_) meter_->saving(target);
   SavedOrder& order = SavedOrder::of(target);
-  if (auto known = order.find(storage, stream)) return known;
-  auto made = std::make_shared<SavedStorage>(shared_from_this(), storage, target, stream);
+  if (auto known = order.find(tensor, stream)) return known;
+  auto made = std::make_shared<SavedStorage>(shared_from_this(), tensor, target, stream);
   order.add(made);
   return made;
 }
@@ -140,18 +139,19 @@ void SavedTensors::sendWhatExceeds() {
     }
     try {
       if (Context::get().link()->capturing(next->stream_)) continue;
-      if (hostBytes_ + next->bytes_ > options_.maxHostBytes) {
+      const std::size_t bytes = next->bytesToSend();
+      if (hostBytes_ + bytes > options_.maxHostBytes) {
         doWithout(
             "those on the host may take " + std::to_string(options_.maxHostBytes) + " bytes, and take " +
             std::to_string(hostBytes_.load()) + " now");
         continue;
       }
-      if (meter_ && !meter_->take(next->bytes_)) continue;
+      if (meter_ && !meter_->take(bytes)) continue;
       // What waits is the stream that it was made on.
       const bool here = next->stream_ == Context::get().currentStream(static_cast<c10::DeviceIndex>(next->stream_.device));
       const StepMeter::Wait wait(here ? meter() : nullptr, next->target_, true);
       if (!next->goHome()) continue;
-      if (meter_) meter_->sent(next->bytes_);
+      if (meter_) meter_->sent(bytes);
     } catch (const c10::OutOfMemoryError& error) {
       doWithout(error.what_without_backtrace());
       continue;
@@ -159,7 +159,7 @@ void SavedTensors::sendWhatExceeds() {
       doWithout(error.what());
       continue;
     }
-    hostBytes_ += next->bytes_;
+    hostBytes_ += next->extent_.bytes();
     SavedOrder::of(next->target_).wentHome(*next);
   }
 }
@@ -180,14 +180,14 @@ at::Tensor SavedTensors::unpack(const SavedTensor& saved) {
   {
     const StepMeter::Wait wait(order.isHome(storage) ? watching : nullptr, storage.target_, false);
     result = saved.unpack();
-    order.fetchAheadOf(storage); // makes room, for which the stream may have to wait
+    if (options_.useStreams) order.fetchAheadOf(storage); // makes room, for which the stream may have to wait
   }
   if (watching != nullptr) watching->asked(storage.target_);
   return result;
 }
 
 void SavedTensors::forget(SavedStorage& saved) noexcept {
-  if (saved.isHome_) hostBytes_ -= saved.bytes_;
+  if (saved.isHome_) hostBytes_ -= saved.extent_.bytes();
   const std::lock_guard lock(mutex_);
   if (saved.isAlone_) aloneBytes_ -= saved.bytes_;
 }

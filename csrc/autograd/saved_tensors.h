@@ -26,6 +26,10 @@ struct SavedTensorsOptions {
   bool learnsShare = false;
   /// Host bytes that may be held at once; what is saved beyond stays where it is, which is said once.
   std::size_t maxHostBytes = SIZE_MAX;
+  /// Whether the host memory is page-locked.
+  bool pinMemory = true;
+  /// Whether copies overlap with what is computed, and are made ahead.
+  bool useStreams = true;
   /// Whether results of operations go to the host. What is fetched of an offload tensor is never kept either way.
   bool activations = true;
 };
@@ -72,6 +76,9 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
     if (options.learnsShare || options.share < 1) meter_.emplace(options.share, options.learnsShare);
   }
 
+  const SavedTensorsOptions& options() const {
+    return options_;
+  }
   /// Whether pack() would note the tensor down for the host, now or later.
   bool mayGoHome(const at::Tensor& tensor) const;
   /// `home` says whether a result may go to the host.

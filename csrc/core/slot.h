@@ -14,7 +14,7 @@ namespace offload {
 /// Device memory with its way back; whoever holds one gives it back.
 struct DeviceBuffer {
   void* data = nullptr;
-  std::size_t bytes = 0;
+  std::size_t bytes = 0; // of all that is held; where there is an owner, data may be within it
   /// The stream on which the memory may be used again after it has been given back.
   Stream home;
   /// Set where the memory belongs to somebody else (a tensor of PyTorch's); null for memory of Link::allocate().

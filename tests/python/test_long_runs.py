@@ -1,5 +1,6 @@
 """Hundreds of steps with shapes that change: right values, and nothing that grows."""
 
+import contextlib
 import copy
 import gc
 
@@ -56,6 +57,41 @@ def test_a_model_three_times_the_budget_does_not_grow(feed):
     finally:
         torch_offload.set_ring_bytes(ring)
         torch_offload.set_budget("auto")
+
+
+@pytest.mark.skipif(not CACHED, reason="there is no cache")
+@pytest.mark.parametrize("share", [1.0, "auto"])
+def test_saved_tensors_do_not_grow(share):
+    ring = torch_offload.get_ring_bytes()
+    net = layers(COUNT, WIDTH).to(COMPUTE)
+    plain = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=2**-6) for each in (net, plain)]
+    regions = [torch_offload.saved_tensors(min_bytes=0, share=share), contextlib.nullcontext()]
+    gc.collect()
+    torch_offload.empty_cache()
+    torch_offload.set_ring_bytes(2 * WEIGHT)
+    sizes = {}
+    try:
+        with deterministic():
+            for step in range(1, 501):
+                x = data(1 + 7 * step % 16, WIDTH, seed=step % 50)
+                losses = []
+                for each, optimizer, region in zip((net, plain), optimizers, regions, strict=True):
+                    optimizer.zero_grad()
+                    with region:
+                        loss = each(x).square().mean()
+                    if step % 10:  # else the graph is let go without
+                        loss.backward()
+                    optimizer.step()
+                    losses.append(loss.detach())
+                if step % 100 == 0:
+                    assert_same(losses[0], losses[1], f"loss of step {step}")
+                    assert_same(list(net.parameters()), list(plain.parameters()), f"weights after step {step}")
+                    sizes[step] = held()
+        assert sizes[500] == sizes[100], sizes
+        assert torch_offload.memory_stats()["device.pinned_slot_bytes.current"] == 0
+    finally:
+        torch_offload.set_ring_bytes(ring)
 
 
 def held() -> dict[str, int]:

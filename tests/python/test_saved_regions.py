@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from helpers import COMPUTE, GPU, OFFLOAD, assert_same, at, data, grads, layers, says
-from saving import both_ways, cached, everything, sent_home, stats
+from saving import both_ways, cached, everything, held, sent_home, stats
 from torch import nn
 
 import torch_offload
@@ -187,6 +187,58 @@ def test_what_is_held_does_not_count():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert sent(max_host_bytes=everywhere) == everywhere
+
+
+@pytest.mark.parametrize(("pin_memory", "use_streams"), [(False, True), (True, False), (False, False)])
+def test_how_copies_are_made(pin_memory, use_streams):
+    def run(device, region, before_backward):
+        net, x = layers(6, 8).to(device), data(3, 8).requires_grad_()
+        with region():
+            y = net(x)
+        before_backward()
+        y.square().sum().backward()
+        return y, x.grad, grads(net)
+
+    both_ways(run, lambda: everything(pin_memory=pin_memory, use_streams=use_streams))
+
+
+@cached
+def test_host_memory_that_is_not_page_locked():
+    def pinned(**options):
+        torch_offload.empty_cache()
+        before, was_held = stats("host.pinned_bytes.current"), held()
+        with everything(**options):
+            y = data(1 << 20).requires_grad_().exp().sin().cos().exp().sum()
+            assert held() - was_held >= 8 << 20
+            kept = stats("host.pinned_bytes.current") - before
+        y.backward()
+        return kept
+
+    rings = 32 << 20  # through which it is copied
+    assert pinned(pin_memory=False) <= rings
+    if GPU and "TORCH_OFFLOAD_PINNED_LIMIT" not in os.environ:
+        assert pinned() >= 8 << 20
+
+
+@cached
+def test_without_streams_nothing_is_made_ahead():
+    def most_ahead(**options):
+        seen = []
+        x = data(64, 64).requires_grad_()
+        with everything(**options):
+            y = x
+            for _ in range(6):
+                y = y.sin()
+                y.register_hook(lambda _: seen.append(stats("device.pinned_slot_bytes.current")))
+            y = y.sum()
+        torch_offload.empty_cache()
+        y.backward()
+        assert len(seen) == 6
+        return max(seen)
+
+    assert most_ahead(use_streams=False) == 0
+    if not {"TORCH_OFFLOAD_EVICT", "TORCH_OFFLOAD_RING_BYTES"} & {*os.environ}:
+        assert most_ahead() >= 2 * 64 * 64 * 4
 
 
 def test_as_a_decorator():
