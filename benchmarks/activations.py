@@ -1,16 +1,16 @@
-"""Forward and backward through 8 blocks of the Llama-3-8B shape in bfloat16, with what autograd saves kept in host memory.
+"""Forward and backward through blocks of the Llama-3-8B shape in bfloat16, with what autograd saves kept in host memory.
 
-The weights are on the GPU, or, in the last variants, on offload. Without checkpointing all that is saved of some of the blocks
-goes to the host, which shows step time against peak memory; with non-reentrant checkpointing of every block, the inputs of
+The weights are on the GPU, or, in the last variants, on offload. Without checkpointing, of 8 blocks, shares of what is saved
+go to the host, which shows step time against peak memory; with non-reentrant checkpointing of each of 16 blocks, the inputs of
 the blocks. With U bytes that cross the link up in forward and down in backward, at B bytes a second each way,
 
     ideal = max(plain forward, U / B) + max(plain backward, U / B)
 
-for weights on the GPU. `saved` is how much lower the peak is than the plain variant's, both of a step that adds to gradients;
-`automatic` chooses by itself how much goes, and says it. Gradients are compared bit for bit in steps of their own, with
-deterministic algorithms and flash attention (cuDNN's backward is not deterministic). Peers, in the same run: PyTorch's
-save_on_cpu(pin_memory=True), torchtune's OffloadActivations, and RamTorch's model with its activations offloaded, which
-streams its weights as well.
+for weights on the GPU. The peak is that of a step that adds to gradients, above weights and gradients; `saved` is how much
+lower it is than the plain variant's. `automatic` chooses by itself how much goes, and says it. Gradients are compared bit for
+bit in steps of their own, with deterministic algorithms and flash attention (cuDNN's backward is not deterministic). Peers, in
+the same run: PyTorch's save_on_cpu(pin_memory=True), torchtune's OffloadActivations, and RamTorch's model with its activations
+offloaded, which streams its weights as well.
 """
 
 import argparse
@@ -53,16 +53,18 @@ import torch_offload
 COLUMNS = ["tokens", "checkpoints", "variant", "median ms", "least-most", "x plain", "ideal ms", "ratio", "peak GiB"]
 COLUMNS += ["saved GiB", "up GB", "same bits"]
 
+SHARES = [0.125, 0.25, 0.5, 0.75, 1.0]
+
 Forward = Callable[[Tensor], Tensor]
 Region = Callable[[], AbstractContextManager]
 
 
-def make_forward(blocks: nn.Sequential, region: Region, count: int, checkpointed: bool) -> Forward:
-    """Runs all blocks, the first `count` of them within a region of their own."""
+def make_forward(blocks: nn.Sequential, region: Region, checkpointed: bool) -> Forward:
+    """Runs all blocks, each within a region of its own."""
 
     def forward(x: Tensor) -> Tensor:
-        for index, block in enumerate(blocks):
-            with region() if index < count else contextlib.nullcontext():
+        for block in blocks:
+            with region():
                 x = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
         return x
 
@@ -91,19 +93,19 @@ def make_variants(
     resident: nn.Sequential, checkpointed: bool, tiny: bool
 ) -> tuple[dict[str, tuple[nn.Sequential, Forward]], Any]:
     """By name, the blocks whose gradients a variant makes, and how it runs; and the region that chooses by itself."""
-    count = len(resident)
     least = 0 if tiny else 1 << 20
-    region = torch_offload.saved_tensors(min_bytes=least)
+    shares = {share: torch_offload.saved_tensors(min_bytes=least, share=share) for share in SHARES}
+    region = shares[1.0]
     automatic = torch_offload.saved_tensors(min_bytes=least, share="auto")
     on_cpu = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
     streamed = copied_to(resident, "offload")
 
-    def variant(blocks: nn.Sequential, region: Region = contextlib.nullcontext, first: int = count) -> tuple:
-        return blocks, make_forward(blocks, region, first, checkpointed)
+    def variant(blocks: nn.Sequential, region: Region = contextlib.nullcontext) -> tuple:
+        return blocks, make_forward(blocks, region, checkpointed)
 
     variants = {"plain": variant(resident)}
-    for first in [count] if checkpointed else sorted({1, count // 4, count // 2, count} - {0}):
-        variants[f"saved_tensors, {first} of {count}"] = variant(resident, lambda: region, first)
+    for share in [1.0] if checkpointed else SHARES:
+        variants[f"saved_tensors, {share:.0%}"] = variant(resident, functools.partial(shares.get, share))
     variants["saved_tensors, automatic"] = variant(resident, lambda: automatic)
     variants["save_on_cpu"] = variant(resident, on_cpu)
     torchtune = save_activations_by_torchtune()
@@ -123,7 +125,7 @@ def compare(
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Runs the variants on one input: a record of each."""
-    rounds, tokens = 2 if options.tiny else options.rounds, x.shape[:-1].numel()
+    rounds, tokens = 2 if options.tiny or checkpointed else options.rounds, x.shape[:-1].numel()
     variants, automatic = make_variants(resident, checkpointed, options.tiny)
 
     def wanted(name: str) -> bool:
@@ -153,6 +155,7 @@ def compare(
             steps[name]()
         up = torch_offload.memory_stats()["link.bytes_to_host"] - before
         record = {"tokens": tokens, "checkpointed": checkpointed, "variant": name, "seconds": vars(time)}
+        record["parameters"] = parameter_bytes(resident)
         record |= {"slower": time.median / times["plain"].median, "peak": peak, "bytes_up": up}
         if name in variants:
             blocks = variants[name][0]
@@ -209,18 +212,17 @@ def main() -> None:
     options = parser.parse_args()
     device = compute_device(options.tiny)
     torch_offload.set_budget(0)
-    shape, count = (TINY, 4) if options.tiny else (LLAMA_8B, 8)
-    cases = [(16, False), (32, True)] if options.tiny else [(8192, False), (32768, True)]
-    resident = make_blocks(count, shape, torch.bfloat16, device)
-    total = parameter_bytes(resident)
+    shape = TINY if options.tiny else LLAMA_8B
+    cases = [(4, 16, False), (4, 32, True)] if options.tiny else [(8, 8192, False), (16, 32768, True)]
     rates = link_rates(options.tiny)
-    print(f"{count} blocks, {total / 1e9:.3f} GB; {rates}", flush=True)
     records = []
-    for tokens, checkpointed in cases:
+    for count, tokens, checkpointed in cases:
+        resident = make_blocks(count, shape, torch.bfloat16, device)
+        print(f"{count} blocks, {parameter_bytes(resident) / 1e9:.3f} GB; {rates}", flush=True)
         x, grad_output = (make_input(tokens, shape, torch.bfloat16, device, seed=seed) for seed in (1, 2))
         records += compare(resident, x, grad_output, checkpointed, rates, options)
     print_table(COLUMNS, [row(record) for record in records])
-    write_record("activations", {"blocks": count, "bytes": total, "link": vars(rates), "runs": records})
+    write_record("activations", {"link": vars(rates), "runs": records})
     if not all(record.get("equal", True) for record in records):
         raise SystemExit("gradients differ from the plain variant's.")
 

@@ -1,5 +1,6 @@
 """Other libraries that do the same work, where they are installed."""
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -26,6 +27,7 @@ def ramtorch() -> ModuleType | None:
     return module
 
 
+@functools.cache
 def save_activations_by_torchtune() -> type | None:
     """torchtune's (PyPI: torchtune) context that offloads what autograd saves, or None, having said that it is left out.
 
