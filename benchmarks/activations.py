@@ -44,6 +44,7 @@ from harness import (
     print_table,
     record_folder,
     seconds,
+    synchronize,
     write_record,
 )
 from peers import save_activations_by_torchtune, stream_blocks
@@ -53,6 +54,7 @@ import torch_offload
 COLUMNS = ["tokens", "checkpoints", "variant", "median ms", "least-most", "x plain", "ideal ms", "ratio", "peak GiB"]
 COLUMNS += ["saved GiB", "up GB", "same bits"]
 
+AUTOMATIC = "saved_tensors, automatic"
 SHARES = [0.125, 0.25, 0.5, 0.75, 1.0]
 
 Forward = Callable[[Tensor], Tensor]
@@ -106,7 +108,7 @@ def make_variants(
     variants = {"plain": variant(resident)}
     for share in [1.0] if checkpointed else SHARES:
         variants[f"saved_tensors, {share:.0%}"] = variant(resident, functools.partial(shares.get, share))
-    variants["saved_tensors, automatic"] = variant(resident, lambda: automatic)
+    variants[AUTOMATIC] = variant(resident, lambda: automatic)
     variants["save_on_cpu"] = variant(resident, on_cpu)
     torchtune = save_activations_by_torchtune()
     if torchtune is not None:
@@ -138,6 +140,11 @@ def compare(
     peer = None if not with_peer else stream_blocks(resident, x.device, True, offload_activations=True)
     if peer is not None:
         steps["RamTorch"], clear["RamTorch"] = lambda: peer.step(x, grad_outputs=grad_output), peer.zero_grad
+    for name in [AUTOMATIC] if AUTOMATIC in steps and not checkpointed else []:
+        for _ in range(2 if options.tiny else 24):  # which it learns from
+            clear[name]()
+            steps[name]()
+            synchronize()
     times = measure(steps, rounds, prepare=clear)
     with torch.no_grad():
         forward = measure({"forward": lambda: variants["plain"][1](x)}, rounds)["forward"].median

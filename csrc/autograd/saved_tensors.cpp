@@ -146,11 +146,13 @@ void SavedTensors::sendWhatExceeds() {
             std::to_string(hostBytes_.load()) + " now");
         continue;
       }
-      if (meter_ && !meter_->take(bytes)) continue;
+      const auto goes = meter_ ? meter_->take(bytes) : StepMeter::Next{};
+      if (!goes.goes && !goes.underWay) continue;
       // What waits is the stream that it was made on.
       const bool here = next->stream_ == Context::get().currentStream(static_cast<c10::DeviceIndex>(next->stream_.device));
       const StepMeter::Wait wait(here ? meter() : nullptr, next->target_, true);
-      if (!next->goHome()) continue;
+      if (goes.underWay) Context::get().residency().giveUpLeaving(next->stream_.device, *goes.underWay);
+      if (!goes.goes || !next->goHome()) continue;
       if (meter_) meter_->sent(bytes);
     } catch (const c10::OutOfMemoryError& error) {
       doWithout(error.what_without_backtrace());

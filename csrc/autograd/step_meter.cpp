@@ -106,7 +106,7 @@ void StepMeter::beginStep(c10::Device device) {
   if (now_ && now_->end.isSet() && !before_) before_ = std::move(now_);
   now_.reset();
   learn();
-  share_.begin(learns_ ? Context::get().residency().ringBytes() : 0);
+  share_.begin(learns_ ? Context::get().residency().ringBytes() / 2 : 0);
   if (!isWorthWatching(steps_++) || !learns_) return;
   now_.emplace(device);
   now_->upBefore = carriedBy(device).bytesToHost;
@@ -132,11 +132,12 @@ void StepMeter::asked(c10::Device device) {
   now_->end = Moment::now(device);
 }
 
-bool StepMeter::take(std::size_t bytes) {
+StepMeter::Next StepMeter::take(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   const auto next = share_.take(bytes);
-  if (now_) (next == HiddenShare::Next::Late ? now_->seen.late : now_->seen.candidates) += bytes;
-  return next == HiddenShare::Next::Goes;
+  const bool late = next == HiddenShare::Next::Late;
+  if (now_) (late ? now_->seen.late : now_->seen.candidates) += bytes;
+  return {next == HiddenShare::Next::Goes, late ? std::optional(share_.left()) : std::nullopt};
 }
 
 void StepMeter::sent(std::size_t bytes) {

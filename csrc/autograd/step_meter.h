@@ -65,8 +65,13 @@ class StepMeter {
   void saving(c10::Device device);
   void asking(c10::Device device);
   void asked(c10::Device device);
+  struct Next {
+    bool goes = true;
+    /// Where they don't because forward ends soon: what may be under way still.
+    std::optional<std::size_t> underWay;
+  };
   /// Whether these bytes, which are the next that might go, should; and that they did.
-  bool take(std::size_t bytes);
+  Next take(std::size_t bytes);
   void sent(std::size_t bytes);
   /// None before there is something that was learned from.
   std::optional<Plan> plan() const;

@@ -24,11 +24,14 @@ void HiddenShare::begin(std::size_t underWay) {
   underWay_ = underWay;
 }
 
+std::size_t HiddenShare::left() const {
+  return static_cast<std::size_t>(share_ * static_cast<double>(expected_ - std::min(offered_, expected_)));
+}
+
 HiddenShare::Next HiddenShare::take(std::size_t bytes) {
   offered_ += bytes;
   if (share_ >= 1) return Next::Goes;
-  if (offered_ <= expected_ && share_ * static_cast<double>(expected_ - offered_) < static_cast<double>(underWay_))
-    return Next::Late;
+  if (offered_ <= expected_ && left() < underWay_) return Next::Late;
   due_ += share_ * static_cast<double>(bytes);
   if (due_ < static_cast<double>(bytes)) return Next::Stays;
   due_ -= static_cast<double>(bytes);

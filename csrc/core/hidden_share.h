@@ -27,7 +27,8 @@ struct SavedStep {
 /// as programs change.
 ///
 /// What would leave with the end of forward frees nothing by then, and is in the way of what backward wants first. So the last of
-/// what a step saves stays, by how much the step before it has saved: as much as would be under way then. Not thread safe.
+/// what a step saves stays, by how much the step before it has saved: as much as would be under way then. Meanwhile what was sent
+/// before may leave. Not thread safe.
 class HiddenShare {
  public:
   /// `first` is the share of the first step.
@@ -41,6 +42,8 @@ class HiddenShare {
   enum class Next { Goes, Stays, Late };
   /// Of these bytes, which are the next that might go; those that do are spread evenly, and begin anew in each step.
   Next take(std::size_t bytes);
+  /// How much of this step would still have been sent.
+  std::size_t left() const;
   void learn(const SavedStep& step);
 
  private:

@@ -131,6 +131,10 @@ bool SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) 
   return calledBack;
 }
 
+void SlotQueue::dropLeaving(std::size_t most, Slots& retired) {
+  while (leavingBytes_ > most) retire(leaving_.front(), retired);
+}
+
 // What is expected last. A Slot may be expected several times; the next of them counts.
 std::shared_ptr<Slot> SlotQueue::lastAhead() const {
   const auto next = [this](const Slot& slot) { return slot.expectedNext > now_ ? slot.expectedNext : slot.expected; };

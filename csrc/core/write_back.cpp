@@ -70,6 +70,16 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
   for (const Token& token : leasedUntil) token.wait();
 }
 
+void Residency::giveUpLeaving(int index, std::size_t most) {
+  const auto audited = audit("giveUpLeaving");
+  Slots retired;
+  {
+    Lock lock(mutex_);
+    device(index).queue.dropLeaving(most, retired);
+  }
+  release(retired);
+}
+
 void Residency::store(Block& block, Extent extent, const void* source, Stream producer) {
   const auto audited = audit("store", &block);
   refuseCapture(producer, "copy into an offload tensor");

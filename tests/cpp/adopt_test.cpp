@@ -70,6 +70,50 @@ TEST(Adopt, TheMemoryIsReleasedOnceAfterTheCopyHomeAndItsReaders) {
   });
 }
 
+TEST(Adopt, APartOfWhatIsHeldComesHome) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const auto block = rig.newBlock(1000);
+    block->goesHome = true;
+    Bytes bytes = pattern(1, 3000);
+    DeviceBuffer result = rig.newResult(stream, bytes);
+    result.data = static_cast<std::byte*>(result.data) + 512;
+    rig.cache.adopt(*block, std::move(result), stream);
+    EXPECT_EQ(rig.cache.stats(0).slotBytes, 3000U);
+    EXPECT_EQ(rig.cache.transferStats(0).bytesToHost, 1000U);
+    const Bytes part(bytes.begin() + 512, bytes.begin() + 1512);
+    {
+      const Pin pin = rig.cache.fetch(*block, {256, 1000}, stream);
+      const auto seen = rig.readOnDevice(stream, pin.data(), 744);
+      rig.sim.drain();
+      EXPECT_EQ(std::memcmp(seen->data(), part.data() + 256, 744), 0);
+    }
+    EXPECT_EQ(rig.cache.emptyCache(0), 3000U);
+    EXPECT_EQ(rig.read(*block), part);
+  });
+}
+
+TEST(Adopt, WhatIsLeavingIsGivenUpOldestFirst) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    rig.cache.setBudget(1000);
+    std::vector<decltype(rig.newBlock(0))> blocks;
+    for (int i = 0; i < 4; ++i) {
+      blocks.push_back(rig.newBlock(1000, Born::Device));
+      blocks.back()->goesHome = i != 1; // which stays on the device as Dirty
+      rig.cache.adopt(*blocks.back(), rig.newResult(stream, pattern(i, 1000)), stream);
+    }
+    const Pin pin = rig.cache.fetch(*blocks[0], {0, 1000}, stream);
+    EXPECT_EQ(rig.owned, 4);
+    rig.cache.giveUpLeaving(0, 2000);
+    EXPECT_EQ(rig.owned, 4);
+    rig.cache.giveUpLeaving(0, 1999);
+    EXPECT_EQ(rig.owned, 3);
+    EXPECT_TRUE(blocks[2]->slots.empty());
+    rig.cache.giveUpLeaving(0, 0);
+    EXPECT_EQ(rig.owned, 2);
+    for (int i = 0; i < 4; ++i) EXPECT_EQ(rig.read(*blocks[static_cast<std::size_t>(i)]), pattern(i, 1000));
+  });
+}
+
 TEST(Adopt, MemoryOfTheLinkIsFreedOnItsHomeStream) {
   onEverySeed([](Rig& rig, Stream stream) {
     const Stream producer = rig.sim.createStream(0);

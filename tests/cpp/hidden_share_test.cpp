@@ -186,7 +186,9 @@ TEST(HiddenShare, WhatWouldNotHaveLeftByTheEndOfForwardStays) {
   const auto all = std::vector<int>{3, 7, 11, 15, 19};
   EXPECT_EQ(sentOf(share, 200), all); // nothing is known yet
   EXPECT_EQ(sentOf(share, 200), (std::vector<int>{3, 7, 11})); // a quarter of the last 800 bytes is less than may be under way
+  EXPECT_EQ(share.left(), 0U);
   EXPECT_EQ(sentOf(share, 200, 10), (std::vector<int>{3, 7})); // a shorter one
+  EXPECT_EQ(share.left(), 250U);
   EXPECT_EQ(sentOf(share, 200), (std::vector<int>{11, 15, 19})); // a longer one, of which less was expected
   EXPECT_EQ(sentOf(share, 0), all);
   HiddenShare everything;
