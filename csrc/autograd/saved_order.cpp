@@ -101,6 +101,7 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::passedBy(const SavedStora
   std::vector<std::shared_ptr<SavedStorage>> result;
   const std::lock_guard lock(mutex_);
   const bool begins = saved.number_ > *std::max_element(asked_.begin(), asked_.end());
+  if (begins) askedCount_ = freedBytes_ = 0;
   asked_[askedCount_++ % asked_.size()] = saved.number_;
   const std::uint64_t latest = *std::max_element(asked_.begin(), asked_.end());
   std::erase_if(ahead_, [&](SavedStorage* ahead) {
@@ -113,6 +114,12 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::passedBy(const SavedStora
   return result;
 }
 
+// What is fetched ahead takes no more than backward has given back: most memory is in use at its beginning. A graph that is kept
+// gives nothing back.
+std::size_t SavedOrder::roomAhead() const {
+  return freedBytes_ == 0 && askedCount_ > asked_.size() ? SIZE_MAX : freedBytes_;
+}
+
 // What to fetch next, and is noted as fetched ahead.
 std::vector<std::shared_ptr<SavedStorage>> SavedOrder::before(const SavedStorage& saved) {
   std::vector<std::shared_ptr<SavedStorage>> result;
@@ -122,11 +129,12 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::before(const SavedStorage
   for (int looked = 0; place != order_.begin() && result.size() < kMostAhead && looked < kMostLookedAt; ++looked) {
     SavedStorage& before = **--place;
     if (!before.isHome_ || before.isAhead_ || !before.owner_->options().useStreams) continue;
-    if (!ahead_.empty() && aheadBytes_ + before.extent_.bytes() > most) break;
+    const std::size_t bytes = aheadBytes_ + before.extent_.bytes();
+    if (bytes > roomAhead() || (!ahead_.empty() && bytes > most)) break;
     auto held = before.weak_from_this().lock();
     if (!held) continue;
     before.isAhead_ = true;
-    aheadBytes_ += before.extent_.bytes();
+    aheadBytes_ = bytes;
     ahead_.push_back(&before);
     result.push_back(std::move(held));
   }
@@ -138,9 +146,10 @@ bool SavedOrder::isAhead(const SavedStorage& saved) {
   return saved.isAhead_;
 }
 
-void SavedOrder::forget(SavedStorage& saved) noexcept {
+void SavedOrder::forget(SavedStorage& saved, std::size_t freed) noexcept {
   const std::lock_guard lock(mutex_);
   if (!saved.place_) return;
+  freedBytes_ += freed;
   order_.erase(*saved.place_);
   if (!saved.isHome_) {
     const auto known = known_.find(saved.key_);

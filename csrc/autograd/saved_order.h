@@ -30,11 +30,13 @@ class SavedOrder {
   bool isHome(const SavedStorage& saved);
   /// Backward has been given `saved`: those before it will be asked for soon.
   void fetchAheadOf(const SavedStorage& saved);
-  void forget(SavedStorage& saved) noexcept;
+  /// The graph lets go of it, and so of this much memory of the device.
+  void forget(SavedStorage& saved, std::size_t freed) noexcept;
 
  private:
   std::vector<std::shared_ptr<SavedStorage>> passedBy(const SavedStorage& saved);
   std::vector<std::shared_ptr<SavedStorage>> before(const SavedStorage& saved);
+  std::size_t roomAhead() const;
   bool isAhead(const SavedStorage& saved);
 
   std::mutex mutex_; // never held across a call of the Link, nor while a SavedStorage goes
@@ -43,8 +45,9 @@ class SavedOrder {
   std::list<SavedStorage*> order_;
   std::vector<SavedStorage*> ahead_;
   std::size_t aheadBytes_ = 0;
+  std::size_t freedBytes_ = 0; // since this backward has begun
   std::array<std::uint64_t, 8> asked_{}; // the numbers of those that backward was given last
-  std::size_t askedCount_ = 0;
+  std::size_t askedCount_ = 0; // in this backward
   std::uint64_t count_ = 0;
 };
 

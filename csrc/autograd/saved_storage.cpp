@@ -47,7 +47,8 @@ SavedStorage::SavedStorage(std::shared_ptr<SavedTensors> owner, FetchedSource so
       key_(nullptr) {}
 
 SavedStorage::~SavedStorage() {
-  SavedOrder::of(target_).forget(*this);
+  const bool held = storage_ && storage_.use_count() > 1;
+  SavedOrder::of(target_).forget(*this, held ? 0 : storage_ ? bytes_ : extent_.bytes());
   owner_->forget(*this);
 }
 
