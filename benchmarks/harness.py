@@ -95,7 +95,7 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for number in range(-warmup, rounds):
-        shift = number % len(names)
+        shift = number % max(len(names), 1)
         for name in names[shift:] + names[:shift]:
             for _ in range(2):
                 if name in prepare:
