@@ -97,6 +97,11 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         )
         super().__init__(region.pack if filter is None else _filtered(region, filter), region.unpack)
 
+    def __exit__(self, kind: type[BaseException] | None = None, *rest: Any) -> None:
+        super().__exit__(kind, *rest)
+        if kind is None:
+            self._region.left()
+
     @property
     def plan(self) -> SavedTensorsPlan | None:
         """What was chosen with ``share="auto"``; None else, and before a step has been learned from, which is over on the

@@ -4,11 +4,12 @@
 #include "autograd/saved_tensors.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace offload {
 namespace {
 
-constexpr int kMostLookedAt = 32; // of those that wait, whenever something is saved
+constexpr int kMostLookedAt = 32; // of what was saved before, for each that is asked for
 constexpr std::size_t kMostAhead = 16; // copies, with each that is asked for
 
 // Without becoming one more owner, who might be the last.
@@ -45,9 +46,9 @@ void SavedOrder::add(const std::shared_ptr<SavedStorage>& saved) {
 }
 
 // What is still held by others waits on, behind the rest.
-std::vector<std::shared_ptr<SavedStorage>> SavedOrder::newlyAlone() {
+std::vector<std::shared_ptr<SavedStorage>> SavedOrder::newlyAlone(std::size_t most, std::size_t lastBytes) {
   std::vector<std::shared_ptr<SavedStorage>> result;
-  for (int looked = 0; looked < kMostLookedAt; ++looked) {
+  for (std::size_t looked = 0; looked < most; ++looked) {
     std::shared_ptr<SavedStorage> next;
     {
       const std::lock_guard lock(mutex_);
@@ -65,6 +66,13 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::newlyAlone() {
       waiting_.push_back(next);
     }
   }
+  auto last = result.end();
+  for (std::size_t bytes = 0; last != result.begin() && (bytes += (*std::prev(last))->bytes_) <= lastBytes;) --last;
+  {
+    const std::lock_guard lock(mutex_);
+    waiting_.insert(waiting_.end(), last, result.end());
+  }
+  result.erase(last, result.end());
   return result;
 }
 

@@ -24,8 +24,9 @@ class SavedOrder {
   /// That of the tensor's storage, which knows of the tensor from now on; null where it isn't known, or has gone home.
   std::shared_ptr<SavedStorage> find(const at::Tensor& tensor, Stream stream);
   void add(const std::shared_ptr<SavedStorage>& saved);
-  /// Those that nobody else holds any more, of some that wait for that; each is told once.
-  std::vector<std::shared_ptr<SavedStorage>> newlyAlone();
+  /// Those that nobody else holds any more, of the first `most` that wait for that; each is told once. The last of them, up to so many
+  /// bytes, wait on.
+  std::vector<std::shared_ptr<SavedStorage>> newlyAlone(std::size_t most, std::size_t lastBytes = 0);
   void wentHome(SavedStorage& saved);
   bool isHome(const SavedStorage& saved);
   /// Backward has been given `saved`: those before it will be asked for soon.

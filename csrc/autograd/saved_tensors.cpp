@@ -13,6 +13,8 @@
 namespace offload {
 namespace {
 
+constexpr std::size_t kLookedAt = 32; // of those that wait, whenever something is saved
+
 constexpr c10::DispatchKeySet kWrappers({
     c10::DispatchKey::Python,
     c10::DispatchKey::Functionalize,
@@ -90,7 +92,7 @@ std::shared_ptr<SavedStorage> SavedTensors::storageOf(const at::Tensor& tensor, 
   if (!Context::get().hasCache() || !isPlain(tensor) || isCaptured(tensor)) return nullptr;
   // What a checkpoint computes anew, or a backward saves, is wanted soon.
   const bool backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (!backward) sendHomeWhatMayGo(pairedDevice(indexOf(tensor)));
+  if (!backward) sendHomeWhatMayGo(pairedDevice(indexOf(tensor)), kLookedAt);
   if (auto source = sourceOf(tensor)) {
     const c10::Device target = pairedDevice(static_cast<c10::DeviceIndex>(source->device));
     return std::make_shared<SavedStorage>(shared_from_this(), std::move(*source), target);
@@ -107,13 +109,26 @@ std::shared_ptr<SavedStorage> SavedTensors::noteDown(const at::Tensor& tensor) {
   if (auto known = order.find(tensor, stream)) return known;
   auto made = std::make_shared<SavedStorage>(shared_from_this(), tensor, target, stream);
   order.add(made);
+  const std::lock_guard lock(mutex_);
+  ++noted_[index];
   return made;
 }
 
+void SavedTensors::left() {
+  std::map<c10::DeviceIndex, std::size_t> noted;
+  {
+    const std::lock_guard lock(mutex_);
+    noted.swap(noted_);
+  }
+  if (noted.empty()) return;
+  const std::size_t last = Context::get().residency().ringBytes() / 2;
+  for (const auto& [index, count] : noted) sendHomeWhatMayGo(pairedDevice(index), count + kLookedAt, last);
+}
+
 // Of all regions: one that a program has left will not ask again.
-void SavedTensors::sendHomeWhatMayGo(c10::Device target) {
+void SavedTensors::sendHomeWhatMayGo(c10::Device target, std::size_t look, std::size_t lastBytes) {
   std::vector<std::shared_ptr<SavedTensors>> owners;
-  for (auto& saved : SavedOrder::of(target).newlyAlone()) {
+  for (auto& saved : SavedOrder::of(target).newlyAlone(look, lastBytes)) {
     const auto& owner = saved->owner_;
     if (std::ranges::find(owners, owner) == owners.end()) owners.push_back(owner);
     const std::lock_guard lock(owner->mutex_);

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -84,6 +85,9 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   /// `home` says whether a result may go to the host.
   std::shared_ptr<SavedTensor> pack(const at::Tensor& tensor, bool home = true);
   at::Tensor unpack(const SavedTensor& saved);
+  /// To be called when nothing more is saved for now, of what a compiled function has saved all at once above all: it is looked at
+  /// once more, and the last of it, as much as the ring has room for at once, stays.
+  void left();
   /// What has been learned of how much may go.
   std::optional<StepMeter::Plan> plan() const {
     return meter_ ? meter_->plan() : std::nullopt;
@@ -94,7 +98,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
 
   std::shared_ptr<SavedStorage> storageOf(const at::Tensor& tensor, bool home);
   std::shared_ptr<SavedStorage> noteDown(const at::Tensor& tensor);
-  static void sendHomeWhatMayGo(c10::Device target);
+  static void sendHomeWhatMayGo(c10::Device target, std::size_t look, std::size_t lastBytes = 0);
   void sendWhatExceeds();
   void doWithout(const std::string& why);
   void forget(SavedStorage& saved) noexcept;
@@ -110,6 +114,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::mutex mutex_; // never held across a call of the Link, nor while a SavedStorage goes
   std::deque<std::weak_ptr<SavedStorage>> alone_; // that nobody else holds, and that are not home
   std::size_t aloneBytes_ = 0;
+  std::map<c10::DeviceIndex, std::size_t> noted_; // how many have been noted down of a device since the last left()
 };
 
 } // namespace offload

@@ -1,6 +1,6 @@
 """Draws step time against peak GPU memory, without checkpointing, from a record of benchmarks/activations.py.
 
-    python benchmarks/plot_activations.py RECORD.json PICTURE.svg
+    python tools/plot_activations.py RECORD.json PICTURE.svg
 
 Needs matplotlib.
 """
