@@ -48,9 +48,6 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
     on the CPU, tensor subclasses and sparse tensors are saved as they are. Of checkpointed functions the inputs are saved so,
     and nothing of what is recomputed, where this is around the call of ``checkpoint()`` and not inside of it.
 
-    What is under way in both directions, with the offload weights, takes no more GPU memory than
-    :func:`torch.offload.set_ring_bytes` allows.
-
     May be nested (the innermost decides), entered by several threads, entered again, and used as a decorator. Limits of bytes,
     and what ``share="auto"`` learns, are each region's own; so make one for all layers, if you use them.
 
@@ -62,6 +59,9 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
             waited for it tells how much may in those that follow; :attr:`plan` says what was chosen. Default: 1.
         max_host_bytes: How much host memory may be held for this at once, in bytes; what is saved beyond stays on the GPU, and
             a warning says so once. Default: no limit but the machine's.
+        in_flight_bytes: How many bytes on their way may take GPU memory, in each direction: the GPU waits for the copies of
+            what is beyond, and one storage at least is fetched ahead. Default: what the ring has room for
+            (:func:`torch.offload.set_ring_bytes`), which bounds this too.
         pin_memory: Whether that host memory is page-locked. Copies of memory that isn't go through a ring of memory that is,
             and keep a core of the host busy. Default: True.
         use_streams: Whether copies overlap with what the GPU computes, and those to the GPU are made ahead. Where not, each
@@ -82,11 +82,17 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         keep_bytes: int = 0,
         share: float | Literal["auto"] = 1.0,
         max_host_bytes: int | None = None,
+        in_flight_bytes: int | None = None,
         pin_memory: bool = True,
         use_streams: bool = True,
         filter: Callable[[Tensor], bool] | None = None,
     ) -> None:
-        given = {"min_bytes": min_bytes, "keep_bytes": keep_bytes, "max_host_bytes": max_host_bytes}
+        given = {
+            "min_bytes": min_bytes,
+            "keep_bytes": keep_bytes,
+            "max_host_bytes": max_host_bytes,
+            "in_flight_bytes": in_flight_bytes,
+        }
         for name, value in given.items():
             if value is not None and value < 0:
                 raise ValueError(f"offload: {name} is {value}; give bytes, 0 or more.")

@@ -88,14 +88,14 @@ bool SavedOrder::isHome(const SavedStorage& saved) {
   return saved.isHome_;
 }
 
-void SavedOrder::fetchAheadOf(const SavedStorage& saved) {
+void SavedOrder::fetchAheadOf(const SavedStorage& saved, std::size_t most) {
   if (!saved.place_) return; // an offload weight, which the Schedule knows
   for (const auto& passed : passedBy(saved)) {
     const std::lock_guard lock(passed->mutex_);
     passed->ahead_ = {};
   }
   const Stream stream = Context::get().currentStream(static_cast<c10::DeviceIndex>(saved.stream_.device));
-  for (const auto& next : before(saved)) {
+  for (const auto& next : before(saved, std::min(most, Context::get().residency().ringBytes() / 2))) {
     next->fetchAhead(stream);
     if (isAhead(*next)) continue;
     const std::lock_guard lock(next->mutex_); // backward has passed it by meanwhile
@@ -129,9 +129,8 @@ std::size_t SavedOrder::roomAhead() const {
 }
 
 // What to fetch next, and is noted as fetched ahead.
-std::vector<std::shared_ptr<SavedStorage>> SavedOrder::before(const SavedStorage& saved) {
+std::vector<std::shared_ptr<SavedStorage>> SavedOrder::before(const SavedStorage& saved, std::size_t most) {
   std::vector<std::shared_ptr<SavedStorage>> result;
-  const std::size_t most = Context::get().residency().ringBytes() / 2;
   const std::lock_guard lock(mutex_);
   auto place = *saved.place_;
   for (int looked = 0; place != order_.begin() && result.size() < kMostAhead && looked < kMostLookedAt; ++looked) {

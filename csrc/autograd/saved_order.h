@@ -29,14 +29,14 @@ class SavedOrder {
   std::vector<std::shared_ptr<SavedStorage>> newlyAlone(std::size_t most, std::size_t lastBytes = 0);
   void wentHome(SavedStorage& saved);
   bool isHome(const SavedStorage& saved);
-  /// Backward has been given `saved`: those before it will be asked for soon.
-  void fetchAheadOf(const SavedStorage& saved);
+  /// Backward has been given `saved`: those before it will be asked for soon, up to `most` bytes of them.
+  void fetchAheadOf(const SavedStorage& saved, std::size_t most);
   /// The graph lets go of it, and so of this much memory of the device.
   void forget(SavedStorage& saved, std::size_t freed) noexcept;
 
  private:
   std::vector<std::shared_ptr<SavedStorage>> passedBy(const SavedStorage& saved);
-  std::vector<std::shared_ptr<SavedStorage>> before(const SavedStorage& saved);
+  std::vector<std::shared_ptr<SavedStorage>> before(const SavedStorage& saved, std::size_t most);
   std::size_t roomAhead() const;
   bool isAhead(const SavedStorage& saved);
 

@@ -168,6 +168,8 @@ void SavedTensors::sendWhatExceeds() {
       const StepMeter::Wait wait(here ? meter() : nullptr, next->target_, true);
       if (goes.underWay) Context::get().residency().giveUpLeaving(next->stream_.device, *goes.underWay);
       if (!goes.goes || !next->goHome()) continue;
+      if (options_.inFlightBytes < SIZE_MAX)
+        Context::get().residency().giveUpLeaving(next->stream_.device, options_.inFlightBytes);
       if (meter_) meter_->sent(bytes);
     } catch (const c10::OutOfMemoryError& error) {
       doWithout(error.what_without_backtrace());
@@ -197,7 +199,8 @@ at::Tensor SavedTensors::unpack(const SavedTensor& saved) {
   {
     const StepMeter::Wait wait(order.isHome(storage) ? watching : nullptr, storage.target_, false);
     result = saved.unpack();
-    if (options_.useStreams) order.fetchAheadOf(storage); // makes room, for which the stream may have to wait
+    if (options_.useStreams)
+      order.fetchAheadOf(storage, options_.inFlightBytes); // makes room, for which the stream may have to wait
   }
   if (watching != nullptr) watching->asked(storage.target_);
   return result;

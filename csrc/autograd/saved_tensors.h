@@ -27,6 +27,8 @@ struct SavedTensorsOptions {
   bool learnsShare = false;
   /// Host bytes that may be held at once; what is saved beyond stays where it is, which is said once.
   std::size_t maxHostBytes = SIZE_MAX;
+  /// Device bytes on their way to the host, beyond which the stream waits, and of what is fetched ahead; the ring bounds them too.
+  std::size_t inFlightBytes = SIZE_MAX;
   /// Whether the host memory is page-locked.
   bool pinMemory = true;
   /// Whether copies overlap with what is computed, and are made ahead.

@@ -36,18 +36,20 @@ void bindSavedTensors(py::module_& m) {
   py::class_<SavedTensors, std::shared_ptr<SavedTensors>>(m, "SavedTensors")
       .def(
           py::init([](std::size_t minBytes, std::size_t keepBytes, std::optional<double> share,
-                      std::optional<std::size_t> maxHostBytes, bool pinMemory, bool useStreams) {
+                      std::optional<std::size_t> maxHostBytes, std::optional<std::size_t> inFlightBytes, bool pinMemory,
+                      bool useStreams) {
             return std::make_shared<SavedTensors>(SavedTensorsOptions{
                 .minBytes = minBytes,
                 .keepBytes = keepBytes,
                 .share = share.value_or(1),
                 .learnsShare = !share,
                 .maxHostBytes = maxHostBytes.value_or(SIZE_MAX),
+                .inFlightBytes = inFlightBytes.value_or(SIZE_MAX),
                 .pinMemory = pinMemory,
                 .useStreams = useStreams});
           }),
-          py::arg("min_bytes"), py::arg("keep_bytes"), py::arg("share"), py::arg("max_host_bytes"), py::arg("pin_memory"),
-          py::arg("use_streams"))
+          py::arg("min_bytes"), py::arg("keep_bytes"), py::arg("share"), py::arg("max_host_bytes"), py::arg("in_flight_bytes"),
+          py::arg("pin_memory"), py::arg("use_streams"))
       .def_static("keeping", [] { return std::make_shared<SavedTensors>(SavedTensorsOptions{.activations = false}); })
       .def("may_go_home", &SavedTensors::mayGoHome)
       .def("plan", &planOf)

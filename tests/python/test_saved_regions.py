@@ -164,6 +164,9 @@ def test_options():
         assert sent(min_bytes=0, max_host_bytes=big) == big
     says(ValueError, "offload: min_bytes is -1; give bytes, 0 or more.", lambda: saved_tensors(min_bytes=-1))
     says(ValueError, "offload: keep_bytes is -2; give bytes, 0 or more.", lambda: saved_tensors(keep_bytes=-2))
+    says(
+        ValueError, "offload: in_flight_bytes is -1; give bytes, 0 or more.", lambda: saved_tensors(in_flight_bytes=-1)
+    )
     with pytest.raises(ZeroDivisionError), everything(filter=lambda t: 1 / 0):
         x.exp()
     assert sent(min_bytes=0) >= 3 * big  # nothing is left of the failure
@@ -189,8 +192,17 @@ def test_what_is_held_does_not_count():
         assert sent(max_host_bytes=everywhere) == everywhere
 
 
-@pytest.mark.parametrize(("pin_memory", "use_streams"), [(False, True), (True, False), (False, False)])
-def test_how_copies_are_made(pin_memory, use_streams):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pin_memory": False},
+        {"use_streams": False},
+        {"in_flight_bytes": 0},
+        {"pin_memory": False, "in_flight_bytes": 100},
+    ],
+    ids=str,
+)
+def test_how_copies_are_made(options):
     def run(device, region, before_backward):
         net, x = layers(6, 8).to(device), data(3, 8).requires_grad_()
         with region():
@@ -199,7 +211,7 @@ def test_how_copies_are_made(pin_memory, use_streams):
         y.square().sum().backward()
         return y, x.grad, grads(net)
 
-    both_ways(run, lambda: everything(pin_memory=pin_memory, use_streams=use_streams))
+    both_ways(run, lambda: everything(**options))
 
 
 @cached
@@ -234,6 +246,25 @@ def ahead_in_backward(retain_graph=False, **options):
     y.backward(retain_graph=retain_graph)
     assert len(seen) == 16
     return seen
+
+
+@cached
+def test_bytes_in_flight():
+    def on_the_device(**options):
+        torch_offload.empty_cache()
+        x = data(64, 64).requires_grad_()
+        with everything(**options):
+            y = x.exp().exp().exp().exp().exp().exp().sin()
+            slots = stats("device.slot_bytes.current")
+        y.sum().backward()
+        return slots / x.nbytes
+
+    assert on_the_device(in_flight_bytes=0) == 0
+    assert on_the_device(in_flight_bytes=2 * 64 * 64 * 4) == 2
+    if not {"TORCH_OFFLOAD_EVICT", "TORCH_OFFLOAD_RING_BYTES"} & {*os.environ}:
+        assert on_the_device() == 5
+        assert max(ahead_in_backward(in_flight_bytes=2 * 64 * 64 * 4)) == 2
+        assert max(ahead_in_backward(in_flight_bytes=0)) == 1
 
 
 @cached

@@ -23,6 +23,7 @@ AUTOGRAD = [
     "test_saved_activations.py",
     "test_saved_regions.py",
     "test_saved_slices.py",
+    "test_saved_programs.py",
     "test_saved_automatic.py",
     "test_second_order.py",
     "test_custom_functions.py",
