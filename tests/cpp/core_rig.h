@@ -72,8 +72,8 @@ struct BasicRig {
   };
   using BlockPtr = std::unique_ptr<Block, Return>;
 
-  BlockPtr newBlock(std::size_t bytes, Born born = Born::Host) {
-    const HostRange range = arena.allocate(bytes);
+  BlockPtr newBlock(std::size_t bytes, Born born = Born::Host, bool locked = true) {
+    const HostRange range = arena.allocate(bytes, locked);
     const BlockKind kind = range.pinned ? BlockKind::Pinned : BlockKind::Pageable;
     return {new Block(range.data, bytes, kind, born, 0), Return{this}};
   }

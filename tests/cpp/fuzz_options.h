@@ -16,6 +16,7 @@ enum class Kind {
   Failing, // the same over a link that fails now and then
   Ordered, // most fetches come in an order that repeats, with exceptions, as a training step's do; every other link fails
   Batches, // the same with more and smaller Blocks and fewer exceptions: several are copied at once
+  Saved, // results go home at once, parts of larger memory among them, and come back ahead of their use; every other link fails
   Shared, // Blocks become memory that another process writes to, too; half of the programs are ordered, every other link fails
 };
 

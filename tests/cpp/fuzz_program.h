@@ -21,7 +21,8 @@ class Program {
         random_(seed),
         ordered_(isOrdered(kind, seed)),
         shared_(kind == Kind::Shared),
-        faulty_(kind == Kind::Failing || ((ordered_ || shared_) && seed % 2 == 1)),
+        saved_(kind == Kind::Saved),
+        faulty_(kind == Kind::Failing || ((ordered_ || shared_ || saved_) && seed % 2 == 1)),
         batches_(kind == Kind::Batches),
         rig_(programOptions(random_, seed, kind)) {
     for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
@@ -76,6 +77,7 @@ class Program {
     if (batches_ && models_.size() < 4 * kMostBlocks) return addBlock();
     if (models_.empty() || (models_.size() < kMostBlocks && random_.oneIn(8))) return addBlock();
     if (shared_ && random_.oneIn(4)) return meet();
+    if (saved_ && random_.oneIn(2)) return save();
     if (ordered_ && !random_.oneIn(batches_ ? 20 : 5)) return fetchNext();
     switch (random_.below(32)) {
       case 0 ... 7:
@@ -158,8 +160,11 @@ class Program {
         model.block = {new Block(memory->data(), bytes, BlockKind::Foreign, Born::Host, 0), ProgramRig::Return{&rig_}};
         model.foreign = std::move(memory);
       }
+    } else if (saved_ && random_.oneIn(4)) {
+      model.block = rig_.newBlock(bytes, Born::Device, false);
+      model.known = false;
     } else {
-      model.block = rig_.newBlock(bytes);
+      model.block = rig_.newBlock(bytes, saved_ ? Born::Device : Born::Host);
       model.known = false;
     }
     models_.push_back(std::move(model));
@@ -326,15 +331,36 @@ class Program {
     }
   }
 
+  /// What is done for tensors that autograd saves.
+  void save() {
+    switch (random_.below(4)) {
+      case 0:
+        return rig_.cache.giveUpLeaving(stream().device, random_.below(8192));
+      case 1:
+        return fetchAhead();
+      default:
+        Model& to = model();
+        to.block->goesHome = !random_.oneIn(4);
+        adopt(to);
+    }
+  }
+
   void adopt() {
-    Model& to = model();
+    adopt(model());
+  }
+
+  void adopt(Model& to) {
     if (to.beingWritten() || to.foreign) return;
     const Stream producer = stream();
     const Stream home = streamOf(producer.device);
     const std::size_t bytes = to.bytes.size();
     const Bytes result = value(bytes);
     DeviceBuffer buffer;
-    if (random_.oneIn(4)) {
+    if (saved_ && random_.oneIn(2)) { // a part of what is held
+      const std::size_t begin = kAlignment * random_.below(8);
+      buffer = rig_.newResult(home, value(begin + bytes + random_.below(1024)));
+      buffer.data = static_cast<std::byte*>(buffer.data) + begin;
+    } else if (random_.oneIn(4)) {
       buffer = {rig_.sim.allocate(bytes, home), bytes, home, nullptr};
     } else {
       buffer = rig_.newResult(home, result);
@@ -473,6 +499,7 @@ class Program {
   SimRandom random_;
   const bool ordered_;
   const bool shared_;
+  const bool saved_;
   const bool faulty_;
   const bool batches_;
   std::size_t turn_ = 0;

@@ -46,6 +46,8 @@ const char* nameOf(Kind kind) {
       return "OrdersThatRepeat";
     case Kind::Batches:
       return "OrdersThatAreCopiedInBatches";
+    case Kind::Saved:
+      return "ResultsThatGoHomeAtOnce";
     default:
       return "MemoryOfSeveralProcesses";
   }
@@ -96,6 +98,10 @@ TEST(Fuzz, OrdersThatRepeat) {
 TEST(Fuzz, OrdersThatAreCopiedInBatches) {
   const std::size_t batches = runSeeds(Kind::Batches, kDefaultSeeds / 10).batches;
   EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || batches > kDefaultSeeds / 10) << batches;
+}
+
+TEST(Fuzz, ResultsThatGoHomeAtOnce) {
+  runSeeds(Kind::Saved, kDefaultSeeds / 2);
 }
 
 TEST(Fuzz, MemoryOfSeveralProcesses) {
