@@ -260,8 +260,8 @@ def test_bytes_in_flight():
         return slots / x.nbytes
 
     assert on_the_device(in_flight_bytes=0) == 0
-    assert on_the_device(in_flight_bytes=2 * 64 * 64 * 4) == 2
     if not {"TORCH_OFFLOAD_EVICT", "TORCH_OFFLOAD_RING_BYTES"} & {*os.environ}:
+        assert on_the_device(in_flight_bytes=2 * 64 * 64 * 4) == 2
         assert on_the_device() == 5
         assert max(ahead_in_backward(in_flight_bytes=2 * 64 * 64 * 4)) == 2
         assert max(ahead_in_backward(in_flight_bytes=0)) == 1
