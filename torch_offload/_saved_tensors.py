@@ -55,8 +55,9 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         min_bytes: Storages of fewer bytes stay on the GPU. Default: 1 MiB, for which a copy takes about 20 us.
         keep_bytes: How many bytes of what was saved last stay on the GPU, where backward asks for them first. Default: 0.
         share: How much of the bytes that might travel does, from 0 to 1, spread evenly over each step; or ``"auto"``: as much
-            as the link can carry while the GPU computes. Then everything travels in the first two steps, and how long the GPU
-            waited for it tells how much may in those that follow; :attr:`plan` says what was chosen. Default: 1.
+            as the link can carry while the GPU computes. Then everything travels in the first steps, until one of them, the
+            second at the earliest, is over and tells by how long the GPU waited how much may in those that follow;
+            :attr:`plan` says what was chosen. Default: 1.
         max_host_bytes: How much host memory may be held for this at once, in bytes; what is saved beyond stays on the GPU, and
             a warning says so once. Default: no limit but the machine's.
         in_flight_bytes: How many bytes on their way may take GPU memory, in each direction: the GPU waits for the copies of

@@ -48,6 +48,10 @@ void SavedOrder::add(const std::shared_ptr<SavedStorage>& saved) {
 // What is still held by others waits on, behind the rest.
 std::vector<std::shared_ptr<SavedStorage>> SavedOrder::newlyAlone(std::size_t most, std::size_t lastBytes) {
   std::vector<std::shared_ptr<SavedStorage>> result;
+  {
+    const std::lock_guard lock(mutex_);
+    most = std::min(most, waiting_.size());
+  }
   for (std::size_t looked = 0; looked < most; ++looked) {
     std::shared_ptr<SavedStorage> next;
     {
@@ -122,10 +126,12 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::passedBy(const SavedStora
   return result;
 }
 
-// What is fetched ahead takes no more than backward has given back: most memory is in use at its beginning. A graph that is kept
-// gives nothing back.
-std::size_t SavedOrder::roomAhead() const {
-  return freedBytes_ == 0 && askedCount_ > asked_.size() ? SIZE_MAX : freedBytes_;
+// Most memory is in use at backward's beginning, so as much is fetched ahead as it has given back since, and one storage once that
+// is any. A graph that is kept gives nothing back.
+bool SavedOrder::mayFetch(std::size_t ahead, std::size_t most) const {
+  if (freedBytes_ == 0 && askedCount_ <= asked_.size()) return false;
+  if (ahead_.empty()) return true;
+  return ahead <= most && (freedBytes_ == 0 || ahead <= freedBytes_);
 }
 
 // What to fetch next, and is noted as fetched ahead.
@@ -137,7 +143,7 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::before(const SavedStorage
     SavedStorage& before = **--place;
     if (!before.isHome_ || before.isAhead_ || !before.owner_->options().useStreams) continue;
     const std::size_t bytes = aheadBytes_ + before.extent_.bytes();
-    if (bytes > roomAhead() || (!ahead_.empty() && bytes > most)) break;
+    if (!mayFetch(bytes, most)) break;
     auto held = before.weak_from_this().lock();
     if (!held) continue;
     before.isAhead_ = true;

@@ -24,7 +24,7 @@ class SavedOrder {
   /// That of the tensor's storage, which knows of the tensor from now on; null where it isn't known, or has gone home.
   std::shared_ptr<SavedStorage> find(const at::Tensor& tensor, Stream stream);
   void add(const std::shared_ptr<SavedStorage>& saved);
-  /// Those that nobody else holds any more, of the first `most` that wait for that; each is told once. The last of them, up to so many
+  /// Those that nobody else holds any more, of the first `most` that wait for that, or all; each is told once. The last of them, up to so many
   /// bytes, wait on.
   std::vector<std::shared_ptr<SavedStorage>> newlyAlone(std::size_t most, std::size_t lastBytes = 0);
   void wentHome(SavedStorage& saved);
@@ -37,7 +37,7 @@ class SavedOrder {
  private:
   std::vector<std::shared_ptr<SavedStorage>> passedBy(const SavedStorage& saved);
   std::vector<std::shared_ptr<SavedStorage>> before(const SavedStorage& saved, std::size_t most);
-  std::size_t roomAhead() const;
+  bool mayFetch(std::size_t ahead, std::size_t most) const;
   bool isAhead(const SavedStorage& saved);
 
   std::mutex mutex_; // never held across a call of the Link, nor while a SavedStorage goes

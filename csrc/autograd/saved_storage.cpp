@@ -18,10 +18,9 @@ std::optional<c10::Stream> currentOf(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// Of its storage, which may have been resized since.
-Extent coveredBy(const at::Tensor& tensor) {
-  const Extent extent = extentOf(tensor).aligned();
-  return extent.end <= tensor.storage().nbytes() ? extent : Extent{};
+// Whether its storage, which may have been resized, has all of it.
+bool isWhole(const at::Tensor& tensor) {
+  return extentOf(tensor).end <= tensor.storage().nbytes();
 }
 
 } // namespace
@@ -33,7 +32,8 @@ SavedStorage::SavedStorage(std::shared_ptr<SavedTensors> owner, const at::Tensor
       bytes_(tensor.storage().nbytes()),
       recorded_(currentOf(tensor.storage().device())),
       storage_(tensor.storage()),
-      saved_(coveredBy(tensor)),
+      stays_(!isWhole(tensor)),
+      saved_(extentOf(tensor).aligned()),
       restored_(c10::intrusive_ptr<c10::StorageImpl>()),
       key_(storage_.unsafeGetStorageImpl()) {}
 
@@ -77,8 +77,8 @@ at::Tensor SavedStorage::restore(const at::Tensor& like) {
 bool SavedStorage::save(const at::Tensor& tensor, Stream stream) {
   const std::lock_guard lock(mutex_);
   if (!storage_ || !storage_.is_alias_of(tensor.storage())) return false;
-  stays_ = stays_ || stream != stream_;
-  const Extent more = coveredBy(tensor);
+  stays_ = stays_ || stream != stream_ || !isWhole(tensor);
+  const Extent more = extentOf(tensor).aligned();
   if (saved_.bytes() == 0) {
     saved_ = more;
   } else if (more.bytes() > 0) {

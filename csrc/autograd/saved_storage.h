@@ -49,7 +49,7 @@ class SavedStorage : public std::enable_shared_from_this<SavedStorage> {
   const std::optional<c10::Stream> recorded_; // the same, for PyTorch
   std::mutex mutex_;
   c10::Storage storage_; // while its bytes are not in the Block
-  bool stays_ = false; // several streams use it, of which the graph keeps it for the last
+  bool stays_ = false; // several streams use it, of which the graph keeps it for the last; or it was shorter once
   Extent saved_; // of the storage, which tensors that were saved cover; empty for a Block's
   c10::DataPtr block_; // with the bytes of that
   Extent extent_; // of the Block

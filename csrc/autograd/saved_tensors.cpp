@@ -105,12 +105,14 @@ std::shared_ptr<SavedStorage> SavedTensors::noteDown(const at::Tensor& tensor) {
   const c10::Device target = pairedDevice(index);
   const Stream stream = Context::get().currentStream(index);
   if (meter_) meter_->saving(target);
+  {
+    const std::lock_guard lock(mutex_);
+    ++noted_[index];
+  }
   SavedOrder& order = SavedOrder::of(target);
   if (auto known = order.find(tensor, stream)) return known;
   auto made = std::make_shared<SavedStorage>(shared_from_this(), tensor, target, stream);
   order.add(made);
-  const std::lock_guard lock(mutex_);
-  ++noted_[index];
   return made;
 }
 
@@ -122,7 +124,11 @@ void SavedTensors::left() {
   }
   if (noted.empty()) return;
   const std::size_t last = Context::get().residency().ringBytes() / 2;
-  for (const auto& [index, count] : noted) sendHomeWhatMayGo(pairedDevice(index), count + kLookedAt, last);
+  const Context& context = Context::get();
+  for (const auto& [index, count] : noted) {
+    if (context.link()->capturing(context.currentStream(index))) continue;
+    sendHomeWhatMayGo(pairedDevice(index), count > kLookedAt ? SIZE_MAX : 2 * kLookedAt, last);
+  }
 }
 
 // Of all regions: one that a program has left will not ask again.
@@ -166,10 +172,11 @@ void SavedTensors::sendWhatExceeds() {
       // What waits is the stream that it was made on.
       const bool here = next->stream_ == Context::get().currentStream(static_cast<c10::DeviceIndex>(next->stream_.device));
       const StepMeter::Wait wait(here ? meter() : nullptr, next->target_, true);
-      if (goes.underWay) Context::get().residency().giveUpLeaving(next->stream_.device, *goes.underWay);
+      if (goes.underWay) Context::get().residency().giveUpLeaving(next->stream_.device, Purpose::Activation, *goes.underWay);
       if (!goes.goes || !next->goHome()) continue;
-      if (options_.inFlightBytes < SIZE_MAX)
-        Context::get().residency().giveUpLeaving(next->stream_.device, options_.inFlightBytes);
+      if (options_.inFlightBytes < SIZE_MAX) {
+        Context::get().residency().giveUpLeaving(next->stream_.device, Purpose::Activation, options_.inFlightBytes);
+      }
       if (meter_) meter_->sent(bytes);
     } catch (const c10::OutOfMemoryError& error) {
       doWithout(error.what_without_backtrace());

@@ -116,7 +116,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::mutex mutex_; // never held across a call of the Link, nor while a SavedStorage goes
   std::deque<std::weak_ptr<SavedStorage>> alone_; // that nobody else holds, and that are not home
   std::size_t aloneBytes_ = 0;
-  std::map<c10::DeviceIndex, std::size_t> noted_; // how many have been noted down of a device since the last left()
+  std::map<c10::DeviceIndex, std::size_t> noted_; // how many tensors of a device have been saved since the last left()
 };
 
 } // namespace offload

@@ -9,6 +9,7 @@ namespace {
 constexpr double kUnnoticed = 0.01; // of a forward's or backward's time
 constexpr double kGrowth = 1.05;
 constexpr double kLeastGrowth = 0.005;
+constexpr double kMostLate = 0.125; // of what a step is to send
 constexpr int kRemembered = 8; // steps that were learned from
 
 double part(double exposed, double whole) {
@@ -31,7 +32,8 @@ std::size_t HiddenShare::left() const {
 HiddenShare::Next HiddenShare::take(std::size_t bytes) {
   offered_ += bytes;
   if (share_ >= 1) return Next::Goes;
-  if (offered_ <= expected_ && left() < underWay_) return Next::Late;
+  const double most = std::min(static_cast<double>(underWay_), kMostLate * share_ * static_cast<double>(expected_));
+  if (offered_ <= expected_ && static_cast<double>(left()) < most) return Next::Late;
   due_ += share_ * static_cast<double>(bytes);
   if (due_ < static_cast<double>(bytes)) return Next::Stays;
   due_ -= static_cast<double>(bytes);

@@ -27,8 +27,8 @@ struct SavedStep {
 /// as programs change.
 ///
 /// What would leave with the end of forward frees nothing by then, and is in the way of what backward wants first. So the last of
-/// what a step saves stays, by how much the step before it has saved: as much as would be under way then. Meanwhile what was sent
-/// before may leave. Not thread safe.
+/// what a step saves stays, by how much the step before it has saved: as much as would be under way then, but no more than
+/// an eighth. Meanwhile what was sent before may leave. Not thread safe.
 class HiddenShare {
  public:
   /// `first` is the share of the first step.

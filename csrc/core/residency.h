@@ -109,9 +109,9 @@ class Residency {
   /// Shared, or goesHome.
   void adopt(Block& block, DeviceBuffer buffer, Stream producer);
 
-  /// Gives up what is on its way home, or was, until that is no more than `most` bytes of a device. What is enqueued from now on where
-  /// it was made follows those copies.
-  void giveUpLeaving(int device, std::size_t most);
+  /// Gives up what of this purpose is on its way home, or was, until that is no more than `most` bytes of a device. What is enqueued
+  /// from now on where it was made follows those copies.
+  void giveUpLeaving(int device, Purpose purpose, std::size_t most);
 
   /// Copies an extent home from device memory that somebody else owns. Work enqueued on `producer` later may overwrite it.
   void store(Block& block, Extent extent, const void* device, Stream producer);

@@ -131,8 +131,18 @@ bool SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) 
   return calledBack;
 }
 
-void SlotQueue::dropLeaving(std::size_t most, Slots& retired) {
-  while (leavingBytes_ > most) retire(leaving_.front(), retired);
+void SlotQueue::dropLeaving(Purpose purpose, std::size_t most, Slots& retired) {
+  std::vector<std::shared_ptr<Slot>> leaving;
+  std::size_t bytes = 0;
+  for (const auto& slot : leaving_) {
+    if (slot->purpose != purpose) continue;
+    leaving.push_back(slot);
+    bytes += slot->buffer.bytes;
+  }
+  for (auto oldest = leaving.begin(); bytes > most; ++oldest) {
+    bytes -= (*oldest)->buffer.bytes;
+    retire(*oldest, retired);
+  }
 }
 
 // What is expected last. A Slot may be expected several times; the next of them counts.

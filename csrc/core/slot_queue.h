@@ -64,8 +64,8 @@ class SlotQueue {
   bool makeRoom(std::size_t bytes, std::size_t ring, Slots& retired);
   /// The same, but leaves half of the ring to those that are expected.
   bool dropPassed(std::size_t bytes, std::size_t ring, Slots& retired);
-  /// Retires Slots that nothing pins and that are, or were, on their way home until they are within `most`.
-  void dropLeaving(std::size_t most, Slots& retired);
+  /// Retires Slots of this purpose that nothing pins and that are, or were, on their way home until they are within `most`.
+  void dropLeaving(Purpose purpose, std::size_t most, Slots& retired);
   /// Retires Slots that stay until they and Dirty ones are within `budget`, or all that are left are pinned.
   void shrink(std::size_t budget, Slots& retired);
   /// Lets those pass of which `stays` is false.

@@ -70,12 +70,12 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
   for (const Token& token : leasedUntil) token.wait();
 }
 
-void Residency::giveUpLeaving(int index, std::size_t most) {
+void Residency::giveUpLeaving(int index, Purpose purpose, std::size_t most) {
   const auto audited = audit("giveUpLeaving");
   Slots retired;
   {
     Lock lock(mutex_);
-    device(index).queue.dropLeaving(most, retired);
+    device(index).queue.dropLeaving(purpose, most, retired);
   }
   release(retired);
 }

@@ -53,7 +53,7 @@ void bindSavedTensors(py::module_& m) {
       .def_static("keeping", [] { return std::make_shared<SavedTensors>(SavedTensorsOptions{.activations = false}); })
       .def("may_go_home", &SavedTensors::mayGoHome)
       .def("plan", &planOf)
-      .def("left", &SavedTensors::left, py::call_guard<py::gil_scoped_release>())
+      .def("left", torch::wrap_pybind_function_no_gil(&SavedTensors::left))
       .def("pack", torch::wrap_pybind_function_no_gil(&SavedTensors::pack), py::arg("tensor"), py::arg("home") = true)
       .def("unpack", torch::wrap_pybind_function_no_gil(&SavedTensors::unpack));
 }

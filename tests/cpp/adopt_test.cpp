@@ -96,21 +96,24 @@ TEST(Adopt, WhatIsLeavingIsGivenUpOldestFirst) {
   onEverySeed([](Rig& rig, Stream stream) {
     rig.cache.setBudget(1000);
     std::vector<decltype(rig.newBlock(0))> blocks;
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 5; ++i) {
       blocks.push_back(rig.newBlock(1000, Born::Device));
+      blocks.back()->purpose = Purpose::Activation;
       blocks.back()->goesHome = i != 1; // which stays on the device as Dirty
       rig.cache.adopt(*blocks.back(), rig.newResult(stream, pattern(i, 1000)), stream);
     }
+    blocks[3]->slots.front()->purpose = Purpose::Gradient; // which others want to find
     const Pin pin = rig.cache.fetch(*blocks[0], {0, 1000}, stream);
+    EXPECT_EQ(rig.owned, 5);
+    rig.cache.giveUpLeaving(0, Purpose::Activation, 2000);
+    EXPECT_EQ(rig.owned, 5);
+    rig.cache.giveUpLeaving(0, Purpose::Activation, 1999);
     EXPECT_EQ(rig.owned, 4);
-    rig.cache.giveUpLeaving(0, 2000);
-    EXPECT_EQ(rig.owned, 4);
-    rig.cache.giveUpLeaving(0, 1999);
-    EXPECT_EQ(rig.owned, 3);
     EXPECT_TRUE(blocks[2]->slots.empty());
-    rig.cache.giveUpLeaving(0, 0);
-    EXPECT_EQ(rig.owned, 2);
-    for (int i = 0; i < 4; ++i) EXPECT_EQ(rig.read(*blocks[static_cast<std::size_t>(i)]), pattern(i, 1000));
+    rig.cache.giveUpLeaving(0, Purpose::Activation, 0);
+    EXPECT_EQ(rig.owned, 3);
+    EXPECT_FALSE(blocks[3]->slots.empty());
+    for (int i = 0; i < 5; ++i) EXPECT_EQ(rig.read(*blocks[static_cast<std::size_t>(i)]), pattern(i, 1000));
   });
 }
 

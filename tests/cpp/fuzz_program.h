@@ -335,7 +335,7 @@ class Program {
   void save() {
     switch (random_.below(4)) {
       case 0:
-        return rig_.cache.giveUpLeaving(stream().device, random_.below(8192));
+        return rig_.cache.giveUpLeaving(stream().device, Purpose::Temporary, random_.below(8192));
       case 1:
         return fetchAhead();
       default:

@@ -181,19 +181,35 @@ TEST(HiddenShare, StepsThatAreAlikeSendTheSame) {
   for (int i = 0; i < 5; ++i) EXPECT_EQ(sentOf(share, 0), first);
 }
 
+// How many of so many results go.
+std::size_t countOf(HiddenShare& share, std::size_t underWay, int count = 80) {
+  return sentOf(share, underWay, count).size();
+}
+
 TEST(HiddenShare, WhatWouldNotHaveLeftByTheEndOfForwardStays) {
   HiddenShare share(0.25);
-  const auto all = std::vector<int>{3, 7, 11, 15, 19};
-  EXPECT_EQ(sentOf(share, 200), all); // nothing is known yet
-  EXPECT_EQ(sentOf(share, 200), (std::vector<int>{3, 7, 11})); // a quarter of the last 800 bytes is less than may be under way
+  EXPECT_EQ(countOf(share, 200), 20U); // nothing is known yet
+  const auto sent = sentOf(share, 200, 80); // a quarter of the last 800 bytes is less than may be under way
+  EXPECT_EQ(sent.size(), 18U);
+  EXPECT_EQ(sent.back(), 71);
   EXPECT_EQ(share.left(), 0U);
-  EXPECT_EQ(sentOf(share, 200, 10), (std::vector<int>{3, 7})); // a shorter one
-  EXPECT_EQ(share.left(), 250U);
-  EXPECT_EQ(sentOf(share, 200), (std::vector<int>{11, 15, 19})); // a longer one, of which less was expected
-  EXPECT_EQ(sentOf(share, 0), all);
+  EXPECT_EQ(countOf(share, 200, 40), 10U); // a shorter one
+  EXPECT_EQ(share.left(), 1000U);
+  EXPECT_EQ(countOf(share, 100), 19U); // a longer one, of which less was expected: the last 400 of the first 4000 bytes stay
+  EXPECT_EQ(countOf(share, 0), 20U);
+}
+
+TEST(HiddenShare, NoMoreThanAnEighthStaysForThat) {
+  for (const double part : {0.25, 0.9, 0.999}) {
+    HiddenShare share(part);
+    const std::size_t all = countOf(share, std::size_t{1} << 40);
+    const std::size_t most = countOf(share, std::size_t{1} << 40);
+    EXPECT_LT(most, all);
+    EXPECT_GE(static_cast<double>(most), 0.875 * static_cast<double>(all) - 1);
+  }
   HiddenShare everything;
-  EXPECT_EQ(sentOf(everything, 2000).size(), 20U);
-  EXPECT_EQ(sentOf(everything, 2000).size(), 20U); // hidden as a whole: the link is faster than what is saved
+  EXPECT_EQ(countOf(everything, 2000), 80U);
+  EXPECT_EQ(countOf(everything, 2000), 80U); // hidden as a whole: the link is faster than what is saved
 }
 
 } // namespace

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from helpers import COMPUTE, GPU, OFFLOAD, assert_same, data, grads, layers
-from saving import both_ways, everything, held, stats
+from saving import both_ways, cached, everything, held, sent_home, stats
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -56,6 +56,44 @@ def test_selective_checkpointing(empty):
         return x.grad, [w.grad for w in weights], len(counts)
 
     both_ways(run, empty=empty)
+
+
+class SavesAtItsEnd(torch.autograd.Function):
+    """As a compiled function does."""
+
+    @staticmethod
+    def forward(ctx, x, *others):
+        results = [x]
+        for _ in range(20):
+            results.append(results[-1].sigmoid())
+        ctx.save_for_backward(*others, *results)
+        ctx.others = len(others)
+        return results[-1].sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        saved = ctx.saved_tensors
+        return g * saved[-1], *(g * other for other in saved[: ctx.others])
+
+
+@cached
+@pytest.mark.skipif("TORCH_OFFLOAD_RING_BYTES" in os.environ, reason="sets it")
+def test_what_is_saved_at_the_end_is_sent_when_the_region_is_left():
+    """However much of what was saved before waits, and is held; and what is said there is a warning of Python's."""
+    x, others = data(32, 32).requires_grad_(), [data(8, seed=k).requires_grad_() for k in range(300)]
+    ring, region, losses = torch_offload.get_ring_bytes(), everything(max_host_bytes=60 * x.nbytes), []
+    torch_offload.set_ring_bytes(4 * x.nbytes)
+    try:
+        for _ in range(3):
+            before = sent_home()
+            with region:
+                losses.append(SavesAtItsEnd.apply(x, *others))
+            assert sent_home() - before >= 16 * x.nbytes
+        with pytest.warns(UserWarning, match="saved tensors stay on the device"), region:
+            losses.append(SavesAtItsEnd.apply(x, *others))
+        sum(losses).backward()
+    finally:
+        torch_offload.set_ring_bytes(ring)
 
 
 class Fails(torch.autograd.Function):

@@ -268,6 +268,41 @@ def test_bytes_in_flight():
 
 
 @cached
+def test_in_flight_bytes_are_those_of_saved_tensors():
+    """Gradients that are on the device stay there, where the next ones are added to them."""
+    if "TORCH_OFFLOAD_EVICT" in os.environ or torch_offload.get_ring_bytes() < 1 << 20:
+        pytest.skip("nothing stays")
+    net, moved = layers(4, 16).to(OFFLOAD), []
+
+    def train(**options):
+        for _ in range(5):
+            before = stats("link.bytes_to_device")
+            with everything(**options):
+                loss = net(data(8, 16)).square().sum()
+            loss.backward()
+            moved.append(stats("link.bytes_to_device") - before)
+
+    train()
+    train(in_flight_bytes=0)
+    assert moved[-1] <= moved[4] + 8 * (8 * 16 * 4)
+
+
+@cached
+@pytest.mark.skipif("TORCH_OFFLOAD_EVICT" in os.environ, reason="nothing that is ahead stays")
+@pytest.mark.skipif("TORCH_OFFLOAD_RING_BYTES" in os.environ, reason="of a small ring, hardly any")
+def test_storages_that_grow_in_backward_are_fetched_ahead():
+    x, before = data(1 << 14).requires_grad_(), stats("cache.prefetches")
+    with everything():
+        y = x
+        for _ in range(7):
+            y = y.sigmoid().view(4, -1).sum(0)
+        y = y.sum()
+    torch_offload.empty_cache()
+    y.backward()
+    assert stats("cache.prefetches") - before >= 4
+
+
+@cached
 def test_without_streams_nothing_is_made_ahead():
     assert max(ahead_in_backward(use_streams=False)) == 0
 

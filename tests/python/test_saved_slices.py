@@ -132,3 +132,38 @@ def test_written_to_beside_the_slice():
         del h
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
         y.backward()
+
+
+@cached
+def test_a_storage_that_was_shorter_once_stays():
+    """As long as it was, no slice of it is all that was saved."""
+
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h):
+            ctx.save_for_backward(h)
+            return h.new_zeros(())
+
+        @staticmethod
+        def backward(ctx, g):
+            (h,) = ctx.saved_tensors
+            return g * h
+
+    def run(device, region, before_backward):
+        parameters = [data(4, seed=k).requires_grad_() for k in range(100)]
+        x = data(64, 256).requires_grad_()
+        with region():
+            z = sum(p.sin().sum() for p in parameters)  # so that it takes a while until it is looked at
+            h = x + 0.0
+            y = h[8:10].sin().sum()
+            torch.ops.inductor.resize_storage_bytes_(h.detach(), ROW)
+            y = y + Keep.apply(h)
+            torch.ops.inductor.resize_storage_bytes_(h.detach(), 64 * ROW)
+            h.data.copy_(x.data)
+            del h
+            z = z + sum(p.sin().sum() for p in parameters)
+        before_backward()
+        (y + z).backward()
+        return x.grad
+
+    both_ways(run)
