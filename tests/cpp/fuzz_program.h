@@ -389,60 +389,17 @@ class Program {
     }
   }
 
-  // ---- host
+  // ---- host: fuzz_host.h
 
-  void readHost(const Model& from, Range part) {
-    const auto* const host = static_cast<const unsigned char*>(from.block->data) + part.begin;
-    rig_.sim.hostAccess(host, part.bytes, Access::Read);
-    check(!from.known || std::memcmp(host, from.bytes.data() + part.begin, part.bytes) == 0, "the host read other bytes");
-  }
-
+  void readHost(const Model& from, Range part);
   /// Under a lease, or before anybody else knows of the Block.
-  void writeUnder(Model& to, Range part) {
-    const Bytes bytes = value(part.bytes);
-    auto* const host = static_cast<unsigned char*>(to.block->data) + part.begin;
-    rig_.sim.hostAccess(host, part.bytes, Access::Write);
-    std::copy(bytes.begin(), bytes.end(), host);
-    to.set(part, bytes);
-  }
-
-  void writeHost(Model& to, Range part) {
-    const HostLease lease = rig_.cache.lease(*to.block, Access::Write);
-    writeUnder(to, part);
-  }
-
-  void hostRead() {
-    Model& from = model();
-    if (from.lease) return readHost(from, range(from));
-    const HostLease lease = rig_.cache.lease(*from.block, Access::Read);
-    readHost(from, range(from));
-  }
-
-  void hostWrite() {
-    Model& to = model();
-    const Range part = range(to);
-    return to.beingWritten() ? writeUnder(to, part) : writeHost(to, part);
-  }
-
+  void writeUnder(Model& to, Range part);
+  void writeHost(Model& to, Range part);
+  void hostRead();
+  void hostWrite();
   /// Takes a lease for a while, or lets go of one.
-  void holdLease() {
-    Model& of = model();
-    if (of.lease) {
-      of.lease = {};
-      return;
-    }
-    of.access = random_.oneIn(2) ? Access::Read : Access::Write;
-    of.lease = rig_.cache.lease(*of.block, of.access);
-  }
-
-  void changeBehindItsBack() {
-    Model& to = model();
-    if (to.beingWritten()) return;
-    rig_.cache.drain(false);
-    const HostLease lease = rig_.cache.lease(*to.block, Access::Read);
-    writeUnder(to, range(to));
-    rig_.cache.markWritten(*to.block);
-  }
+  void holdLease();
+  void changeBehindItsBack();
 
   // ---- what must hold
 
@@ -514,3 +471,5 @@ class Program {
 };
 
 } // namespace offload::core_test
+
+#include "fuzz_host.h"

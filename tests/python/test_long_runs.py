@@ -25,73 +25,66 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(not CACHED, reason="there is no cache")
-@pytest.mark.parametrize("feed", ["plain", "offload"])
-def test_a_model_three_times_the_budget_does_not_grow(feed):
+def train_both(nets, step_of, budget=None):
+    """500 steps of a model and a plain one beside it, with the same bits; after the first hundred nothing grows."""
     ring = torch_offload.get_ring_bytes()
-    net = layers(COUNT, WIDTH).to(OFFLOAD)
-    plain = copy.deepcopy(net).to(COMPUTE)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=2**-6) for each in (net, plain)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=2**-6) for net in nets]
     gc.collect()
     torch_offload.empty_cache()
     torch_offload.set_ring_bytes(2 * WEIGHT)
-    torch_offload.set_budget(COUNT * WEIGHT // 3)
+    if budget is not None:
+        torch_offload.set_budget(budget)
     sizes = {}
     try:
         with deterministic():
             for step in range(1, 501):
                 x = data(1 + 7 * step % 16, WIDTH, seed=step % 50)
                 losses = []
-                for each, optimizer, place in zip((net, plain), optimizers, (OFFLOAD, COMPUTE), strict=True):
+                for which, optimizer in enumerate(optimizers):
                     optimizer.zero_grad()
-                    loss = each(x.to(place) if feed == "offload" else x).square().mean()
-                    loss.backward()
+                    losses.append(step_of(which, x, step).detach())
                     optimizer.step()
-                    losses.append(loss.detach())
                 if step % 100 == 0:
                     assert_same(losses[0], losses[1], f"loss of step {step}")
-                    assert_same(list(net.parameters()), list(plain.parameters()), f"weights after step {step}")
+                    assert_same(*(list(net.parameters()) for net in nets), f"weights after step {step}")
                     sizes[step] = held()
         assert sizes[500] == sizes[100], sizes
         assert torch_offload.memory_stats()["device.pinned_slot_bytes.current"] == 0
     finally:
         torch_offload.set_ring_bytes(ring)
-        torch_offload.set_budget("auto")
+        if budget is not None:
+            torch_offload.set_budget("auto")
+
+
+@pytest.mark.skipif(not CACHED, reason="there is no cache")
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_a_model_three_times_the_budget_does_not_grow(feed):
+    net = layers(COUNT, WIDTH).to(OFFLOAD)
+    nets, places = (net, copy.deepcopy(net).to(COMPUTE)), (OFFLOAD, COMPUTE)
+
+    def step_of(which, x, _):
+        loss = nets[which](x.to(places[which]) if feed == "offload" else x).square().mean()
+        loss.backward()
+        return loss
+
+    train_both(nets, step_of, budget=COUNT * WEIGHT // 3)
 
 
 @pytest.mark.skipif(not CACHED, reason="there is no cache")
 @pytest.mark.parametrize("share", [1.0, "auto"])
 def test_saved_tensors_do_not_grow(share):
-    ring = torch_offload.get_ring_bytes()
     net = layers(COUNT, WIDTH).to(COMPUTE)
-    plain = copy.deepcopy(net)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=2**-6) for each in (net, plain)]
-    regions = [torch_offload.saved_tensors(min_bytes=0, share=share), contextlib.nullcontext()]
-    gc.collect()
-    torch_offload.empty_cache()
-    torch_offload.set_ring_bytes(2 * WEIGHT)
-    sizes = {}
-    try:
-        with deterministic():
-            for step in range(1, 501):
-                x = data(1 + 7 * step % 16, WIDTH, seed=step % 50)
-                losses = []
-                for each, optimizer, region in zip((net, plain), optimizers, regions, strict=True):
-                    optimizer.zero_grad()
-                    with region:
-                        loss = each(x).square().mean()
-                    if step % 10:  # else the graph is let go without
-                        loss.backward()
-                    optimizer.step()
-                    losses.append(loss.detach())
-                if step % 100 == 0:
-                    assert_same(losses[0], losses[1], f"loss of step {step}")
-                    assert_same(list(net.parameters()), list(plain.parameters()), f"weights after step {step}")
-                    sizes[step] = held()
-        assert sizes[500] == sizes[100], sizes
-        assert torch_offload.memory_stats()["device.pinned_slot_bytes.current"] == 0
-    finally:
-        torch_offload.set_ring_bytes(ring)
+    nets = (net, copy.deepcopy(net))
+    regions = (torch_offload.saved_tensors(min_bytes=0, share=share), contextlib.nullcontext())
+
+    def step_of(which, x, step):
+        with regions[which]:
+            loss = nets[which](x).square().mean()
+        if step % 10:  # else the graph is let go without
+            loss.backward()
+        return loss
+
+    train_both(nets, step_of)
 
 
 def held() -> dict[str, int]:
