@@ -272,19 +272,19 @@ def test_in_flight_bytes_are_those_of_saved_tensors():
     """Gradients that are on the device stay there, where the next ones are added to them."""
     if "TORCH_OFFLOAD_EVICT" in os.environ or torch_offload.get_ring_bytes() < 1 << 20:
         pytest.skip("nothing stays")
-    net, moved = layers(4, 16).to(OFFLOAD), []
+    net, moved = layers(4, 64).to(OFFLOAD), []
 
     def train(**options):
         for _ in range(5):
             before = stats("link.bytes_to_device")
             with everything(**options):
-                loss = net(data(8, 16)).square().sum()
+                loss = net(data(8, 64)).square().sum()
             loss.backward()
             moved.append(stats("link.bytes_to_device") - before)
 
     train()
     train(in_flight_bytes=0)
-    assert moved[-1] <= moved[4] + 8 * (8 * 16 * 4)
+    assert moved[-1] <= moved[4] + 12 * (8 * 64 * 4)  # what is saved, and less than half of the gradients
 
 
 @cached
