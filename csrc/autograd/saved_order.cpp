@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kMostLookedAt = 32; // of what was saved before, for each that is asked for
 constexpr std::size_t kMostAhead = 16; // copies, with each that is asked for
+constexpr std::size_t kTurn = 16; // as a part of what is saved: so much is given back before more is fetched ahead
 
 // Without becoming one more owner, who might be the last.
 bool isOf(const std::weak_ptr<SavedStorage>& pointer, const SavedStorage& saved) {
@@ -40,6 +41,7 @@ std::shared_ptr<SavedStorage> SavedOrder::find(const at::Tensor& tensor, Stream 
 void SavedOrder::add(const std::shared_ptr<SavedStorage>& saved) {
   const std::lock_guard lock(mutex_);
   saved->number_ = ++count_;
+  bytes_ += saved->bytes_;
   saved->place_ = order_.insert(order_.end(), saved.get());
   known_[saved->key_] = saved;
   waiting_.push_back(saved);
@@ -126,10 +128,11 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::passedBy(const SavedStora
   return result;
 }
 
-// Most memory is in use at backward's beginning, so as much is fetched ahead as it has given back since, and one storage once that
-// is any. A graph that is kept gives nothing back.
+// Most memory is in use soon after backward's beginning, where operations need some for gradients too. So nothing is fetched ahead
+// before it has given some back; then as much is as it has, and one storage at least. A graph that is kept gives nothing back, and
+// where others are kept that is no part of what is saved.
 bool SavedOrder::mayFetch(std::size_t ahead, std::size_t most) const {
-  if (freedBytes_ == 0 && askedCount_ <= asked_.size()) return false;
+  if (askedCount_ <= asked_.size() && freedBytes_ < (freedBytes_ + bytes_) / kTurn) return false;
   if (ahead_.empty()) return true;
   return ahead <= most && (freedBytes_ == 0 || ahead <= freedBytes_);
 }
@@ -162,6 +165,7 @@ bool SavedOrder::isAhead(const SavedStorage& saved) {
 void SavedOrder::forget(SavedStorage& saved, std::size_t freed) noexcept {
   const std::lock_guard lock(mutex_);
   if (!saved.place_) return;
+  bytes_ -= saved.bytes_;
   freedBytes_ += freed;
   order_.erase(*saved.place_);
   if (!saved.isHome_) {

@@ -46,6 +46,7 @@ class SavedOrder {
   std::list<SavedStorage*> order_;
   std::vector<SavedStorage*> ahead_;
   std::size_t aheadBytes_ = 0;
+  std::size_t bytes_ = 0; // of all
   std::size_t freedBytes_ = 0; // since this backward has begun
   std::array<std::uint64_t, 8> asked_{}; // the numbers of those that backward was given last
   std::size_t askedCount_ = 0; // in this backward

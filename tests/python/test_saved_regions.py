@@ -296,6 +296,8 @@ def test_storages_that_grow_in_backward_are_fetched_ahead():
         y = x
         for _ in range(7):
             y = y.sigmoid().view(4, -1).sum(0)
+        for _ in range(9):  # after which no more need be given back first
+            y = y.exp()
         y = y.sum()
     torch_offload.empty_cache()
     y.backward()
@@ -418,6 +420,30 @@ def test_peak_of_gpu_memory():
     finally:
         torch_offload.set_ring_bytes(ring)
     assert plain - offloaded > 0.6 * 48 * x.nbytes
+
+
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_what_is_fetched_ahead_does_not_raise_the_peak():
+    """Which is where backward has given one tensor back, and a product needs two for its gradients."""
+    x = data(1 << 20).to(COMPUTE).requires_grad_()
+
+    def peak(context):
+        x.grad = None
+        with context:
+            y = x
+            for _ in range(6):
+                y = y.sin() * y.cos()
+            y = y.exp()
+        torch_offload.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        y.sum().backward()
+        return torch.cuda.max_memory_allocated()
+
+    plain, before = peak(contextlib.nullcontext()), sent_home()
+    offloaded = peak(everything(keep_bytes=6 * x.nbytes))
+    sent = sent_home() - before
+    assert sent >= 8 * x.nbytes
+    assert plain - offloaded > sent - x.nbytes / 2
 
 
 @cached
