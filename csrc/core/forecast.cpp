@@ -48,11 +48,12 @@ Forecast::Entry& Forecast::entryOf(Block& block, Extent extent) {
   return entries_[&block].try_emplace(extent, Entry{&block, extent}).first->second;
 }
 
-// Goes on from an earlier occurrence of what has just been fetched, with the longest past in common; the latest of several. What is
-// new has none: what was expected instead of it still comes next.
+// Goes on from an earlier occurrence of what has just been fetched, with the longest past in common; the latest of several, or the one
+// where the order goes on that was left by a detour. What is new has none: what was expected instead of it still comes next.
 void Forecast::resume(std::uint64_t index) {
   std::uint64_t best = kNowhere;
   std::uint64_t longest = 0;
+  std::uint64_t back = kNowhere;
   std::uint64_t candidate = at(index).before;
   for (int count = 0; count < kMostCandidates && candidate != kNowhere && holds(candidate); ++count) {
     std::uint64_t common = 1;
@@ -63,14 +64,29 @@ void Forecast::resume(std::uint64_t index) {
       longest = common;
       best = candidate;
     }
+    if (back == kNowhere && index <= leftAt_ + kMostCompared && isNear(candidate, left_)) back = candidate;
     candidate = at(candidate).before;
   }
-  const bool isNew = best == kNowhere;
-  const bool isNear = followed_ != kNowhere && best + kNear > followed_ && best <= followed_ + 1 + kNear;
-  run_ = isNew || isNear ? std::min(run_, kMostCompared) / 2 : 0;
-  if (isNew) return;
+  const std::uint64_t spoke = std::min(run_, kMostCompared) / 2;
+  if (best == kNowhere || isNear(best, followed_)) {
+    run_ = spoke;
+  } else if (longest == 1 && back != kNowhere) {
+    best = back;
+    run_ = leftRun_;
+    left_ = kNowhere;
+  } else {
+    left_ = followed_;
+    leftAt_ = index;
+    leftRun_ = spoke;
+    run_ = 0;
+  }
+  if (best == kNowhere) return;
   run_ = std::max(run_, longest - 1);
   followed_ = best;
+}
+
+bool Forecast::isNear(std::uint64_t place, std::uint64_t to) noexcept {
+  return to != kNowhere && place + kNear > to && place <= to + 1 + kNear;
 }
 
 void Forecast::dropOldHalf() {

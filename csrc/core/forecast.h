@@ -9,7 +9,8 @@
 //
 // How far a place is to be trusted is a count of fetches, the *run*. A fetch that was foretold adds one. One that was not leaves the
 // past in common with the new place, or, where that is a few fetches away, half of the run if that is more: a layer that is left out
-// does not make the order another one.
+// does not make the order another one. Nor does a detour, a layer that comes in another's place: the place that was left for it is
+// remembered for a while, and a fetch from there on, with no past elsewhere, goes on with half of the run that there was.
 //
 // What is written between two fetches, as by an optimizer, must not be copied before that has happened, neither for the next fetch nor
 // for one after it: a fetch that found so many writes since the one before it is expected to find as many again.
@@ -76,6 +77,7 @@ class Forecast {
     return history_[index - base_];
   }
   void resume(std::uint64_t index);
+  static bool isNear(std::uint64_t place, std::uint64_t to) noexcept;
   void dropOldHalf();
 
   struct ExtentHash {
@@ -89,6 +91,9 @@ class Forecast {
   std::uint64_t base_ = 0; // number of the first occurrence that is still kept
   std::uint64_t followed_ = kNowhere;
   std::uint64_t run_ = 0;
+  std::uint64_t left_ = kNowhere; // the place that was followed before the last detour
+  std::uint64_t leftAt_ = 0;
+  std::uint64_t leftRun_ = 0; // as much of it as is left
   bool foretold_ = false;
 };
 

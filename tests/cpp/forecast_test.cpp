@@ -114,6 +114,33 @@ TEST_F(ForecastTest, AnExceptionHalvesTheRunAndAnotherOrderEndsIt) {
   EXPECT_EQ(next(2), "AB");
 }
 
+TEST_F(ForecastTest, AfterADetourTheOrderGoesOn) {
+  const std::string order = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
+  fetch(order + order + "ABCD");
+  fetch("ST"); // in place of E
+  EXPECT_EQ(forecast.run(), 1U);
+  EXPECT_EQ(next(2), "UV");
+  fetch("F");
+  EXPECT_EQ(forecast.run(), 8U) << "half of what spoke for the order before";
+  EXPECT_EQ(next(3), "GHI");
+  fetch("GHIJ");
+  fetch("STUVWXYZ"); // goes on to the end
+  fetch("ABCDEFGHI");
+  EXPECT_EQ(forecast.run(), 16U);
+  fetch("T");
+  fetch("C"); // is neither where the order was left nor what comes after T
+  EXPECT_EQ(forecast.run(), 0U);
+  EXPECT_EQ(next(2), "DE");
+}
+
+TEST_F(ForecastTest, ALongDetourIsAnotherOrder) {
+  const std::string order = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
+  fetch(order + order + "ABC");
+  fetch("IJKLMNOPQRSTUVWXYZ");
+  fetch("D");
+  EXPECT_EQ(forecast.run(), 0U);
+}
+
 TEST_F(ForecastTest, WhatHasBeenBeforeIsBelievedAtOnce) {
   fetch("ABCDEABXDEABCDEABXDEABCDEAB");
   EXPECT_EQ(next(1), "X");
