@@ -57,13 +57,6 @@ std::size_t defaultRingBytes(Backend backend) {
   return std::clamp<std::size_t>(cuda::totalMemory() / 16, std::size_t{64} << 20, most);
 }
 
-// What PyTorch may ask for between two looks at what is free, without our having to give something back for it.
-std::size_t headroomBytes(Backend backend) {
-  constexpr std::size_t most = std::size_t{4} << 30;
-  if (backend != Backend::Cuda) return std::size_t{1} << 20;
-  return std::clamp<std::size_t>(cuda::totalMemory() / 16, std::size_t{256} << 20, most);
-}
-
 } // namespace
 
 Settings Settings::fromEnvironment() {
@@ -152,7 +145,9 @@ Context::Context(const Settings& settings) {
   ResidencyOptions options;
   options.ringBytes = settings.ringBytes ? *settings.ringBytes : defaultRingBytes(backend_);
   options.budgetBytes = budget;
-  options.headroomBytes = headroomBytes(backend_);
+  // What PyTorch may ask for between two looks at what is free, without our having to give something back for it.
+  options.headroomBytes = backend_ == Backend::Cuda ? std::size_t{4} << 30 : std::size_t{1} << 20;
+  options.headroomShare = 1.0 / 16;
   options.evictAtUnpin = settings.evictAtUnpin;
   options.prefetch = settings.prefetch;
   options.poison = settings.poison;

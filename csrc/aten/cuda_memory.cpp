@@ -24,7 +24,7 @@ namespace offload::cuda {
 #ifdef OFFLOAD_WITH_CUDA
 namespace {
 
-std::size_t freeBytes(c10::DeviceIndex index);
+MemoryInfo memoryInfo(c10::DeviceIndex index);
 void tookMemory(c10::DeviceIndex index);
 
 // Requests of our own: no reason to give something back, nor is what they take what others want.
@@ -124,8 +124,8 @@ class CachingMemory final : public DeviceMemory {
     c10::cuda::CUDACachingAllocator::raw_delete(device);
   }
 
-  std::size_t freeBytes(int device) override {
-    return cuda::freeBytes(static_cast<c10::DeviceIndex>(device));
+  MemoryInfo memoryInfo(int device) override {
+    return cuda::memoryInfo(static_cast<c10::DeviceIndex>(device));
   }
 
  private:
@@ -142,22 +142,22 @@ std::size_t reservedBytes(c10::DeviceIndex index) {
 
 // What the driver has free, within what the process may take by set_per_process_memory_fraction(), and what the allocator keeps for
 // us.
-std::size_t freeBytes(c10::DeviceIndex index) {
+MemoryInfo memoryInfo(c10::DeviceIndex index) {
   c10::cuda::CUDAGuard guard(index);
   std::size_t free = 0;
   std::size_t total = 0;
   if (cudaMemGetInfo(&free, &total) != cudaSuccess) {
     (void)cudaGetLastError();
-    return 0;
+    return {};
   }
   const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(index);
   const std::size_t reserved = sumOf(stats.reserved_bytes);
   const double fraction = c10::cuda::CUDACachingAllocator::getMemoryFraction(index);
   if (fraction < 1.0) {
-    const auto allowed = static_cast<std::size_t>(fraction * static_cast<double>(total));
-    free = std::min(free, allowed > reserved ? allowed - reserved : 0);
+    total = static_cast<std::size_t>(fraction * static_cast<double>(total));
+    free = std::min(free, total > reserved ? total - reserved : 0);
   }
-  return free + ledger().keptForUs(index, reserved - std::min(reserved, sumOf(stats.active_bytes)));
+  return {free + ledger().keptForUs(index, reserved - std::min(reserved, sumOf(stats.active_bytes))), total};
 }
 
 bool capturing() {
@@ -185,7 +185,7 @@ class Relief {
     const std::size_t refused = device.calls++ < device.rememberUntil ? device.refused.load() : 0;
     const std::size_t quarter = at::cuda::getDeviceProperties(index)->totalGlobalMem / 4;
     const std::size_t usual = std::max(2 * device.usual, refused);
-    return relieve_(index, freeBytes(index), usual, std::max(usual, quarter)) > 0;
+    return relieve_(index, memoryInfo(index).free, usual, std::max(usual, quarter)) > 0;
   }
 
   void refused(c10::DeviceIndex index, std::size_t bytes) {

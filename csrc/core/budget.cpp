@@ -31,7 +31,7 @@ void Residency::look(Device& dev) {
     automatic = !budgetBytes_;
   }
   const auto began = std::chrono::steady_clock::now();
-  const std::size_t free = automatic ? link_.freeBytes(dev.index) : 0;
+  const auto [free, total] = automatic ? link_.memoryInfo(dev.index) : MemoryInfo{};
   const auto taken = std::chrono::steady_clock::now() - began;
   Slots retired;
   {
@@ -46,7 +46,8 @@ void Residency::look(Device& dev) {
       return;
     }
     const std::size_t held = dev.queue.budgetedBytes();
-    const std::size_t headroom = std::max(options_.headroomBytes, dev.quiet < kQuietPasses ? dev.demand : 0);
+    const auto share = static_cast<std::size_t>(options_.headroomShare * static_cast<double>(total));
+    const std::size_t headroom = std::max(std::min(options_.headroomBytes, share), dev.quiet < kQuietPasses ? dev.demand : 0);
     if (budgetBytes_) {
       dev.budget = *budgetBytes_;
     } else {

@@ -56,6 +56,8 @@ struct ResidencyOptions {
   /// Device bytes beside the ring for what stays on the device and what is newer there; none: what is free, but for the headroom.
   std::optional<std::size_t> budgetBytes;
   std::size_t headroomBytes = std::size_t{1} << 30;
+  /// Of what the process may use of a device the headroom is no more than this part.
+  double headroomShare = 1;
   /// Whether somebody chose ringBytes; then a fetch that it is too small for is worth a word.
   bool ringIsSet = false;
   /// Called with one sentence, at most once, not under a lock.

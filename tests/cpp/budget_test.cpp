@@ -200,7 +200,7 @@ TEST_F(Budget, WhatAnAllocatorAsksForOftenIsLeftFree) {
   pass();
   EXPECT_EQ(pass(), 0U) << "and all is back";
   for (int step = 0; step < 4; ++step) {
-    rig_->cache.relieve(0, rig_->sim.freeBytes(0), 34 * kBytes, 64 * kBytes);
+    rig_->cache.relieve(0, rig_->sim.memoryInfo(0).free, 34 * kBytes, 64 * kBytes);
     pass();
     EXPECT_LE(rig_->cache.stats(0).slotBytes, 32 * kBytes) << "with the ring";
     EXPECT_GE(rig_->cache.stats(0).slotBytes, 28 * kBytes);
@@ -277,12 +277,34 @@ TEST_F(Budget, AGradientGoesHomeAtItsLastAddition) {
   }
 }
 
+/// A device of which the process may use a part.
+struct Confined : FaultLink {
+  using FaultLink::FaultLink;
+  MemoryInfo memoryInfo(int device) override {
+    MemoryInfo info = FaultLink::memoryInfo(device);
+    info.free -= info.total - info.total / 8;
+    info.total /= 8;
+    return info;
+  }
+};
+
+TEST(AutomaticBudget, LeavesFreeAPartOfWhatTheProcessMayUse) {
+  CoreOptions options = withBudget(std::nullopt);
+  const std::size_t total = options.sim.deviceBytes;
+  options.cache.headroomBytes = total / 8;
+  options.cache.headroomShare = 1.0 / 4;
+  Rig whole(options);
+  EXPECT_EQ(whole.cache.budget(0), total - total / 8);
+  BasicRig<Confined> rig(options);
+  EXPECT_EQ(rig.cache.budget(0), total / 8 - total / 32);
+}
+
 struct SlowToTell : FaultLink {
   using FaultLink::FaultLink;
-  std::size_t freeBytes(int device) override {
+  MemoryInfo memoryInfo(int device) override {
     ++asked;
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    return FaultLink::freeBytes(device);
+    return FaultLink::memoryInfo(device);
   }
   int asked = 0;
 };

@@ -19,8 +19,8 @@ class PlainMemory final : public DeviceMemory {
   void free(void* device, Stream /*stream*/) noexcept override {
     (void)cudaFree(device);
   }
-  std::size_t freeBytes(int /*device*/) override {
-    return 0;
+  MemoryInfo memoryInfo(int /*device*/) override {
+    return {};
   }
 };
 

@@ -302,6 +302,21 @@ def test_a_request_that_needs_what_stays():
 
 
 @pytest.mark.gpu
+def test_an_automatic_budget_is_of_a_fraction_of_the_device():
+    total, net, x = torch.cuda.get_device_properties(0).total_memory, layers(2, WIDTH).to(OFFLOAD), data(4, WIDTH)
+    for _ in range(20):  # as long as what the allocator has asked for is remembered
+        net(x)
+    torch_offload.empty_cache()
+    free = 3 << 30
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + free) / total)
+    try:
+        torch_offload.set_budget("auto")  # looks now
+        assert free * 3 / 4 < torch_offload.get_budget() <= free
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
 def test_within_a_fraction_of_the_device():
     """A model three times what the process may take trains, with shapes that change, and nothing grows."""
     total = torch.cuda.get_device_properties(0).total_memory
@@ -311,7 +326,7 @@ def test_within_a_fraction_of_the_device():
     torch.cuda.empty_cache()
     torch_offload.empty_cache()
     torch_offload.set_ring_bytes(64 << 20)
-    limit = torch.cuda.memory_reserved() + size / 3
+    limit = torch.cuda.memory_reserved() + size // 3
     torch.cuda.set_per_process_memory_fraction(limit / total)
     try:
         optimizer = torch.optim.SGD(net.parameters(), lr=2**-10)

@@ -213,8 +213,8 @@ class CudaLink final : public Link {
     memory_->free(device, stream);
   }
 
-  std::size_t freeBytes(int device) override {
-    return memory_->freeBytes(device);
+  MemoryInfo memoryInfo(int device) override {
+    return memory_->memoryInfo(device);
   }
 
   bool capturing(Stream stream) override {

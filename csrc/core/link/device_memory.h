@@ -12,7 +12,7 @@ class DeviceMemory {
   /// See Link::allocate() and Link::free().
   virtual void* allocate(std::size_t bytes, Stream stream) = 0;
   virtual void free(void* device, Stream stream) noexcept = 0;
-  virtual std::size_t freeBytes(int device) = 0;
+  virtual MemoryInfo memoryInfo(int device) = 0;
 };
 
 } // namespace offload

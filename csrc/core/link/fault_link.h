@@ -65,8 +65,8 @@ class FaultLink : public Link {
   }
   void* allocate(std::size_t bytes, Stream stream) override;
   void free(void* device, Stream stream) noexcept override;
-  std::size_t freeBytes(int device) override {
-    return link_.freeBytes(device);
+  MemoryInfo memoryInfo(int device) override {
+    return link_.memoryInfo(device);
   }
   bool capturing(Stream stream) override;
   void hostAccess(const void* host, std::size_t bytes, Access access) override {

@@ -39,6 +39,12 @@ struct HostUse {
   Access access = Access::Read;
 };
 
+/// Bytes of a device.
+struct MemoryInfo {
+  std::size_t free = 0; // that nobody uses: neither we nor anybody else on it, within the limits that this process has
+  std::size_t total = 0; // that this process may use
+};
+
 /// One copy of several that are enqueued together.
 struct Copy {
   void* to = nullptr;
@@ -104,8 +110,7 @@ class Link {
   /// Gives back memory of allocate(); what is enqueued on its stream by now may still use it.
   virtual void free(void* device, Stream stream) noexcept = 0;
 
-  /// Device memory that nobody uses: neither we nor anybody else on this device, within the limits that this process has.
-  virtual std::size_t freeBytes(int device) = 0;
+  virtual MemoryInfo memoryInfo(int device) = 0;
 
   /// Whether work on `stream` is being captured into a graph rather than run.
   virtual bool capturing(Stream stream) = 0;

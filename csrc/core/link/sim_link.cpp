@@ -219,9 +219,9 @@ void* SimLink::allocate(std::size_t bytes, Stream stream) {
   return data;
 }
 
-std::size_t SimLink::freeBytes(int device) {
+MemoryInfo SimLink::memoryInfo(int device) {
   const Lock lock = enter();
-  return memory_.bytesFree(device);
+  return {memory_.bytesFree(device), options_.deviceBytes};
 }
 
 void SimLink::free(void* device, Stream stream) noexcept {

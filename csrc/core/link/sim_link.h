@@ -76,7 +76,7 @@ class SimLink final : public Link {
   }
   void* allocate(std::size_t bytes, Stream stream) override;
   void free(void* device, Stream stream) noexcept override;
-  std::size_t freeBytes(int device) override;
+  MemoryInfo memoryInfo(int device) override;
   bool capturing(Stream /*stream*/) override {
     return false;
   }
