@@ -244,16 +244,12 @@ c10::Storage fetchStorage(Block& block, Extent extent, c10::Device target) {
   return {c10::Storage::use_byte_size_t(), extent.bytes(), fetchBytes(block, extent, target), nullptr, false};
 }
 
-c10::DataPtr sendHome(const c10::Storage& storage, Extent extent, Purpose purpose, Stream producer, SendOptions options) {
+c10::DataPtr sendHome(const c10::Storage& storage, Extent extent, Purpose purpose, Stream producer, bool locked) {
   Context& context = Context::get();
   const auto index = static_cast<c10::DeviceIndex>(producer.device);
-  auto data = context.newBlock(extent.bytes(), index, Born::Device, purpose, options.locked);
+  auto data = context.newBlock(extent.bytes(), index, Born::Device, purpose, locked);
   auto& block = *static_cast<Block*>(data.get_context());
   auto* const begin = static_cast<std::byte*>(const_cast<void*>(storage.data())) + extent.begin;
-  if (!options.overlaps) {
-    context.residency().store(block, {0, extent.bytes()}, begin, producer);
-    return data;
-  }
   block.goesHome = true;
   DeviceBuffer buffer{begin, storage.nbytes(), producer, keep(storage)};
   context.residency().adopt(block, std::move(buffer), producer);

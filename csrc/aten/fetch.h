@@ -58,14 +58,9 @@ std::optional<FetchedSource> sourceOf(const at::Tensor& fetched);
 /// An extent, which isn't empty, on a target of fetchTo() that is cached.
 c10::Storage fetchStorage(Block& block, Extent extent, c10::Device target);
 
-struct SendOptions {
-  bool locked = true; // whether the memory is to be page-locked
-  bool overlaps = true; // whether what is enqueued on the producer from now on may run beside the copy
-};
-
-/// A new Block with an extent of a storage on a device, which `producer` has written and nobody will write to again. It is copied to
-/// the host at once, and the storage is let go when room is wanted, or at once where nothing may overlap.
-c10::DataPtr sendHome(const c10::Storage& storage, Extent extent, Purpose purpose, Stream producer, SendOptions options);
+/// A new Block, page-locked if `locked`, with an extent of a storage on a device, which `producer` has written and nobody will write to
+/// again. It is copied to the host at once, and the storage is let go when room is wanted.
+c10::DataPtr sendHome(const c10::Storage& storage, Extent extent, Purpose purpose, Stream producer, bool locked);
 
 /// Has `record_stream` ask for that; to be called once, at first use.
 void interceptRecordStream();

@@ -108,9 +108,7 @@ bool SavedStorage::goHome() {
   const std::lock_guard lock(mutex_);
   if (placeNow() != Place::Alone) return false;
   if (recorded_) c10::getDeviceAllocator(target_.type())->recordStream(storage_.data_ptr(), *recorded_);
-  const auto& options = owner_->options();
-  block_ =
-      sendHome(storage_, saved_, Purpose::Activation, stream_, {.locked = options.pinMemory, .overlaps = options.useStreams});
+  block_ = sendHome(storage_, saved_, Purpose::Activation, stream_, owner_->options().pinMemory);
   extent_ = {0, saved_.bytes()};
   storage_ = {};
   return true;

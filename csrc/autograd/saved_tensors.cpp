@@ -174,8 +174,8 @@ void SavedTensors::sendWhatExceeds() {
       const StepMeter::Wait wait(here ? meter() : nullptr, next->target_, true);
       if (goes.underWay) Context::get().residency().giveUpLeaving(next->stream_.device, Purpose::Activation, *goes.underWay);
       if (!goes.goes || !next->goHome()) continue;
-      if (options_.inFlightBytes < SIZE_MAX) {
-        Context::get().residency().giveUpLeaving(next->stream_.device, Purpose::Activation, options_.inFlightBytes);
+      if (const std::size_t most = options_.useStreams ? options_.inFlightBytes : 0; most < SIZE_MAX) {
+        Context::get().residency().giveUpLeaving(next->stream_.device, Purpose::Activation, most);
       }
       if (meter_) meter_->sent(bytes);
     } catch (const c10::OutOfMemoryError& error) {
