@@ -7,12 +7,15 @@ gradient of every parameter must be `torch.equal` to CUDA's under deterministic 
 on the host for offload, so that a stale copy shows. The exit status is 1 if anything differs.
 
 --delay makes every copy wait on its stream, --poison fills device memory that is given up and host memory that is not written
-yet, and gives every cached copy up at once. Where there is no GPU, TORCH_OFFLOAD_LINK=sim runs it on the simulated link.
+yet, and gives every cached copy up at once. --saved has what autograd saves on the host too. Where there is no GPU,
+TORCH_OFFLOAD_LINK=sim runs it on the simulated link.
 """
 
+import contextlib
 import os
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -30,6 +33,7 @@ FACTORS = (1.25, -0.75, 1.125, 0.9375, -1.0)
 DTYPES = ["float32", "bfloat16", "float16"]
 # Of the gradients, the share that is compared on the host in one iteration; which ones changes from iteration to iteration.
 ON_HOST = 8
+NOTHING = contextlib.nullcontext()
 
 
 def make_model(count: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> nn.Sequential:
@@ -47,11 +51,14 @@ def make_model(count: int, shape: Shape, dtype: torch.dtype, device: torch.devic
     return model
 
 
-def run(model: nn.Module, x: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    model: nn.Module, x: torch.Tensor, grad_output: torch.Tensor, region: AbstractContextManager = NOTHING
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward and backward: the output and the gradient of the input. The parameters' are replaced."""
     model.zero_grad(set_to_none=True)
     x = x.clone().requires_grad_()
-    output = model(x)
+    with region:
+        output = model(x)
     output.backward(grad_output)
     return output.detach(), x.grad
 
@@ -64,11 +71,16 @@ def repeats_itself(model: nn.Module, x: torch.Tensor, grad_output: torch.Tensor)
 
 
 def differences(
-    number: int, model: nn.Module, truth: nn.Module, x: torch.Tensor, grad_output: torch.Tensor
+    number: int,
+    model: nn.Module,
+    truth: nn.Module,
+    x: torch.Tensor,
+    grad_output: torch.Tensor,
+    region: AbstractContextManager,
 ) -> list[str]:
-    """Runs forward and backward of both models and names what differs."""
+    """Runs forward and backward of both models, the first one's forward within the region, and names what differs."""
     expected, expected_grad_x = run(truth, x, grad_output)
-    output, grad_x = run(model, x, grad_output)
+    output, grad_x = run(model, x, grad_output, region)
     found = []
     names = [name for name, _ in model.named_parameters()]
     pairs = list(zip(names, gradients(model), gradients(truth), strict=True))
@@ -94,7 +106,7 @@ def change(model: nn.Module, factor: float) -> None:
             parameter.mul_(factor)
 
 
-def check(dtype: torch.dtype, tiny: bool, iterations: int, device: torch.device) -> int:
+def check(dtype: torch.dtype, tiny: bool, iterations: int, device: torch.device, region: AbstractContextManager) -> int:
     """Runs all iterations for one dtype; how many of them differ."""
     count, shape, tokens = (4, Shape(64, 128, 4, 2), 32) if tiny else (24, Shape(2048, 8192, 16, 8), 1024)
     truth = make_model(count, shape, dtype, device)
@@ -104,7 +116,7 @@ def check(dtype: torch.dtype, tiny: bool, iterations: int, device: torch.device)
         raise SystemExit(f"{dtype}: two runs on {device} alone differ; there is no truth to compare with.")
     begin, wrong = time.monotonic(), 0
     for number in range(iterations):
-        found = differences(number, model, truth, x, grad_output)
+        found = differences(number, model, truth, x, grad_output, region)
         if found:
             wrong += 1
             print(f"{dtype}, iteration {number}: {len(found)} differ: {', '.join(found[:6])}", flush=True)
@@ -128,6 +140,7 @@ def main() -> None:
         "--delay", type=int, nargs="?", const=500, default=0, metavar="US", help="microseconds (default: %(const)s)"
     )
     options.add_argument("--poison", action="store_true", help="poison free memory, and evict at once")
+    options.add_argument("--saved", action="store_true", help="offload what is saved for backward, all of it")
     options = options.parse_args()
     # Read at the first use of the device and of cuBLAS.
     if options.delay:
@@ -139,12 +152,13 @@ def main() -> None:
     device = compute_device(options.tiny)
     torch_offload.set_budget(0)
     iterations = options.iterations or (3 if options.tiny else 50)
+    region = torch_offload.saved_tensors(min_bytes=0) if options.saved else NOTHING
     wrong = {}
     for dtype in (getattr(torch, name) for name in options.dtypes):
-        wrong[str(dtype)] = check(dtype, options.tiny, iterations, device)
+        wrong[str(dtype)] = check(dtype, options.tiny, iterations, device, region)
         torch_offload.empty_cache()
-    record = {"iterations": iterations, "delay_us": options.delay, "poison": options.poison, "wrong": wrong}
-    write_record("exactness", record | {"stats": torch_offload.memory_stats()})
+    record = {"iterations": iterations, "delay_us": options.delay, "poison": options.poison, "saved": options.saved}
+    write_record("exactness", record | {"wrong": wrong, "stats": torch_offload.memory_stats()})
     if any(wrong.values()):
         raise SystemExit(f"not equal: {wrong}")
     print("equal: output, gradient of the input and every parameter's gradient, bit for bit", flush=True)
