@@ -26,7 +26,7 @@ def _hosted(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def step_on_host(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # A compiled step is part of its graph, which computes on the device.
-        if torch.compiler.is_compiling() or not _holds_offload(self):
+        if torch.compiler.is_dynamo_compiling() or not _holds_offload(self):
             return step(self, *args, **kwargs)
         _optimizer_steps.install()
         with on_host():

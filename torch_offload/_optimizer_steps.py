@@ -82,7 +82,7 @@ def _step_of(loop: Callable[[list[list[Any]]], None], row: _Row) -> _Step | None
 
 def _applies(parameters: Sequence[Tensor], settings: dict[str, Any]) -> bool:
     return (
-        not torch.compiler.is_compiling()
+        not torch.compiler.is_dynamo_compiling()
         and len(parameters) > 0
         and _C.HostScope.active()
         and not torch.is_grad_enabled()

@@ -82,7 +82,7 @@ def fetched(value: Any, target: torch.device) -> Any:
 
 def _beside_activations(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments with their wrappers fetched; None where they stay as they are."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     flat, spec = pytree.tree_flatten((args, kwargs))
     wrappers = [value for value in flat if _is_wrapper(value)]

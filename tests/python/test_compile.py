@@ -1,6 +1,7 @@
 """torch.compile over offload tensors: one graph, and the results of the plain device's graph, bit by bit."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from helpers import COMPUTE, GPU, OFFLOAD, SIM, Scaled, assert_same, at, data, g
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
+
+import torch_offload
+from torch_offload.compile import on_device
 
 
 class Norms(nn.Sequential):
@@ -289,3 +293,13 @@ def test_a_second_process_takes_what_the_first_has_compiled(tmp_path):
     assert run() == ["True", "True"]
     if not GPU:  # another device that computes
         assert run(TORCH_OFFLOAD_LINK="none" if SIM else "sim") == ["True", "False"]
+
+
+def test_the_key_of_caches_has_all_that_is_traced(monkeypatch):
+    """Also what lies outside of the folder of the pass, as what wrappers do."""
+    files = []
+    monkeypatch.setattr(on_device, "get_hash_for_files", lambda paths: files.extend(paths) or b"")
+    on_device.OnDevice().uuid()
+    package = Path(torch_offload.__file__).parent
+    assert {package / name for name in ("_wrappers.py", "_optimizer.py", "compile/on_device.py")} <= {*map(Path, files)}
+    assert files[-1] == torch_offload._C.__file__

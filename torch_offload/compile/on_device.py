@@ -188,6 +188,6 @@ class OnDevice(CustomGraphModulePass):
         graph_module.recompile()
 
     def uuid(self) -> bytes:
-        """Of all that decides on what ends up in a cache: this folder, the module that is traced, and where it computes."""
-        files = [*sorted(Path(__file__).parent.glob("*.py")), _C.__file__]
+        """Of all that decides on what ends up in a cache: this package, some of which is traced, and where it computes."""
+        files = [*sorted(Path(__file__).parents[1].rglob("*.py")), _C.__file__]
         return get_hash_for_files(tuple(map(str, files))) + str(_C.paired_device(0)).encode()
