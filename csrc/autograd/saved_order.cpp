@@ -129,8 +129,8 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::passedBy(const SavedStora
 }
 
 // Most memory is in use soon after backward's beginning, where operations need some for gradients too. So nothing is fetched ahead
-// before it has given some back; then as much is as it has, and one storage at least. A graph that is kept gives nothing back, and
-// where others are kept that is no part of what is saved.
+// before it has given back a part of all that is saved, or has asked for some storages: a graph that is kept gives nothing back, and
+// others may be kept beside it. Then as much is as it has given back, and one storage at least.
 bool SavedOrder::mayFetch(std::size_t ahead, std::size_t most) const {
   if (askedCount_ <= asked_.size() && freedBytes_ < (freedBytes_ + bytes_) / kTurn) return false;
   if (ahead_.empty()) return true;

@@ -67,6 +67,7 @@ REST = [
     "test_pickle.py",
     "test_purposes.py",
     "test_quantized.py",
+    "test_torchao.py",
     "test_random_numbers.py",
     "test_trace.py",
     "test_triton_launch.py",
