@@ -57,6 +57,16 @@ std::size_t defaultRingBytes(Backend backend) {
   return std::clamp<std::size_t>(cuda::totalMemory() / 16, std::size_t{64} << 20, most);
 }
 
+std::optional<HostJobs::When> environmentJobs() {
+  const char* text = std::getenv("TORCH_OFFLOAD_HOST_JOBS");
+  if (text == nullptr || *text == '\0') return std::nullopt;
+  const std::string_view name = text;
+  if (name == "now") return HostJobs::When::AtOnce;
+  if (name == "wanted") return HostJobs::When::Wanted;
+  TORCH_CHECK(name == "soon", "offload: TORCH_OFFLOAD_HOST_JOBS=\"", name, "\" names no time; choose now, soon or wanted.");
+  return HostJobs::When::Soon;
+}
+
 } // namespace
 
 Settings Settings::fromEnvironment() {
@@ -76,6 +86,7 @@ Settings Settings::fromEnvironment() {
   // More than a second for each copy would look like a program that hangs.
   settings.copyDelay = std::chrono::microseconds(environmentNumber("TORCH_OFFLOAD_COPY_DELAY_US", 1'000'000).value_or(0));
   settings.validate = environmentNumber("TORCH_OFFLOAD_VALIDATE").value_or(0) != 0;
+  settings.hostJobs = environmentJobs();
   settings.fault = environmentNumber("TORCH_OFFLOAD_FAULT");
   return settings;
 }
@@ -151,6 +162,7 @@ Context::Context(const Settings& settings) {
   options.evictAtUnpin = settings.evictAtUnpin;
   options.prefetch = settings.prefetch;
   options.poison = settings.poison;
+  options.hostJobs = settings.hostJobs.value_or(backend_ == Backend::Sim ? HostJobs::When::Wanted : HostJobs::When::Soon);
   options.copyDelay = settings.copyDelay;
   options.observer = &activityRanges();
   options.validate = settings.validate;

@@ -39,10 +39,11 @@ struct Settings {
   bool poison = false;
   std::chrono::microseconds copyDelay{0};
   bool validate = false;
+  std::optional<HostJobs::When> hostJobs; // none: soon, and as late as may be where the link is simulated, which repeats itself
   std::optional<std::uint64_t> fault; // the call of the Link that fails; 0 none, but one may be chosen later
 
   /// From TORCH_OFFLOAD_LINK, _SEED, _SIM_DEVICES, _RING_BYTES, _BUDGET, _PINNED_LIMIT, _EVICT, _PREFETCH, _POISON, _COPY_DELAY_US,
-  /// _VALIDATE and _FAULT.
+  /// _VALIDATE, _HOST_JOBS and _FAULT.
   static Settings fromEnvironment();
 };
 

@@ -1,5 +1,6 @@
 #include "aten/elementwise_program.h"
 
+#include "aten/context.h"
 #include "aten/tensors.h"
 
 #include <ATen/Parallel.h>
@@ -8,24 +9,21 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <unordered_map>
 
 namespace offload {
 namespace {
 
-// One lease for each storage; to write where any of its operands is written to.
-std::vector<HostLease> leasesOf(const std::vector<at::Tensor>& operands, const std::vector<bool>& written) {
-  std::unordered_map<const c10::StorageImpl*, std::pair<const at::Tensor*, bool>> storages;
+// One for each Block; to write where any of its operands is written to.
+std::vector<Residency::Claim> claimsOf(const std::vector<at::Tensor>& operands, const std::vector<bool>& written) {
+  std::vector<Residency::Claim> claims;
   for (std::size_t k = 0; k < operands.size(); ++k) {
-    auto& entry = storages[operands[k].storage().unsafeGetStorageImpl()];
-    entry.first = &operands[k];
-    entry.second = entry.second || written[k];
+    if (operands[k].storage().nbytes() == 0) continue;
+    Block& block = blockOf(operands[k].storage());
+    auto claim = std::ranges::find(claims, &block, &Residency::Claim::block);
+    if (claim == claims.end()) claim = claims.insert(claim, {&block, Access::Read});
+    if (written[k]) claim->access = Access::Write;
   }
-  std::vector<HostLease> leases;
-  for (const auto& [storage, entry] : storages) {
-    leases.push_back(leaseOf(*entry.first, entry.second ? Access::Write : Access::Read));
-  }
-  return leases;
+  return claims;
 }
 
 // Elements [begin, begin + count) of dense memory, in the order in which they lie there.
@@ -67,17 +65,37 @@ bool ElementwiseProgram::fits(const std::vector<at::Tensor>& operands) {
   });
 }
 
-void ElementwiseProgram::run(const std::vector<at::Tensor>& operands, std::int64_t pieceElements) const {
+void ElementwiseProgram::run(
+    std::shared_ptr<const ElementwiseProgram> program, const std::vector<at::Tensor>& operands, std::int64_t pieceElements) {
+  const std::size_t wanted = program->operands_;
   TORCH_CHECK(
-      operands.size() == operands_ && pieceElements > 0 && fits(operands), "offload: an elementwise program takes ", operands_,
+      operands.size() == wanted && pieceElements > 0 && fits(operands), "offload: an elementwise program takes ", wanted,
       " dense offload tensors of one size and strides, and pieces of at least one element; it was given ", operands.size(),
       " tensors, the first of shape ", operands.empty() ? at::IntArrayRef() : operands.front().sizes(), ", and pieces of ",
       pieceElements, ".");
   if (operands.empty()) return;
-  const auto leases = leasesOf(operands, written_);
+  const std::vector<bool>& written = program->written_;
+  const auto claims = claimsOf(operands, written);
   std::vector<at::Tensor> aliases;
   for (const at::Tensor& operand : operands) aliases.push_back(hostAlias(operand));
-  const std::int64_t elements = operands.front().numel();
+  Context& context = Context::get();
+  if (context.hasCache()) {
+    auto owners = std::make_shared<std::vector<c10::DataPtr>>();
+    for (const auto& claim : claims) owners->push_back(Context::retain(*claim.block));
+    context.residency().runLater(
+        claims, [program, aliases, owners, pieceElements] { program->runPieces(aliases, pieceElements); });
+  } else {
+    std::vector<HostLease> leases;
+    for (const auto& [block, access] : claims) leases.push_back(context.lease(*block, access));
+    program->runPieces(aliases, pieceElements);
+  }
+  for (std::size_t k = 0; k < wanted; ++k) {
+    if (written[k]) operands[k].unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void ElementwiseProgram::runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const {
+  const std::int64_t elements = aliases.front().numel();
   const std::int64_t pieces = (elements + pieceElements - 1) / pieceElements;
   at::parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView belowAutograd;
@@ -96,9 +114,6 @@ void ElementwiseProgram::run(const std::vector<at::Tensor>& operands, std::int64
       }
     }
   });
-  for (std::size_t k = 0; k < operands_; ++k) {
-    if (written_[k]) operands[k].unsafeGetTensorImpl()->bump_version();
-  }
 }
 
 } // namespace offload

@@ -13,6 +13,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 namespace offload {
@@ -32,14 +33,17 @@ class ElementwiseProgram {
 
   /// Whether all are offload tensors of one size and strides, dense and without overlap.
   static bool fits(const std::vector<at::Tensor>& operands);
-  /// Runs the steps on tensors that fit, on the host bytes in place, by all of PyTorch's threads. Bumps the versions of what is
-  /// written to.
-  void run(const std::vector<at::Tensor>& operands, std::int64_t pieceElements) const;
+  /// Runs the steps on tensors that fit, on the host bytes in place, by all of PyTorch's threads: at once, or later where
+  /// Note [Host jobs] lets it. Bumps the versions of what is written to.
+  static void run(
+      std::shared_ptr<const ElementwiseProgram> program, const std::vector<at::Tensor>& operands, std::int64_t pieceElements);
 
   /// Elements of a piece that, with a few operands of four bytes, a core's own cache holds.
   static constexpr std::int64_t kPieceElements = std::int64_t{1} << 14;
 
  private:
+  void runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const;
+
   std::size_t operands_;
   std::vector<c10::ScalarType> temporaries_;
   std::vector<ElementwiseStep> steps_;

@@ -25,12 +25,13 @@ struct Known {
 constexpr std::string_view kPrefix = "TORCH_OFFLOAD_";
 // Of the test suite itself.
 constexpr std::string_view kTestPrefix = "TORCH_OFFLOAD_TEST_";
-constexpr std::array<Known, 13> kKnown{{
+constexpr std::array<Known, 14> kKnown{{
     {"TORCH_OFFLOAD_ACCELERATOR", Needs::Nothing},
     {"TORCH_OFFLOAD_BUDGET", Needs::Cache},
     {"TORCH_OFFLOAD_COPY_DELAY_US", Needs::Cache},
     {"TORCH_OFFLOAD_EVICT", Needs::Cache},
     {"TORCH_OFFLOAD_FAULT", Needs::Cache},
+    {"TORCH_OFFLOAD_HOST_JOBS", Needs::Cache},
     {"TORCH_OFFLOAD_LINK", Needs::Nothing},
     {"TORCH_OFFLOAD_PINNED_LIMIT", Needs::Cache},
     {"TORCH_OFFLOAD_POISON", Needs::Nothing},

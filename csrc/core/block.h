@@ -50,6 +50,8 @@ struct Block {
   TokenSet readers;
   /// Threads that are about to enqueue a copy from or to these bytes; nobody waits for tokens before it is zero.
   int issuing = 0;
+  /// Jobs that are to read or write them: Note [Host jobs]. Each is one of `issuing`.
+  int claims = 0;
   int leases = 0;
   /// How often a device result became its value since the host read it last.
   std::uint32_t adoptions = 0;

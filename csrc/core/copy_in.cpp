@@ -72,7 +72,7 @@ void Residency::copyIn(Slot& slot, const Block& block, Device& dev, const std::v
   if (block.file && block.file->inFile()) {
     block.file->prepare(Access::Read);
     slot.fileFailures = block.file->failures();
-    slot.ready = dev.transfer.fileToDevice(slot.data, block.file, slot.extent, after, reads, readErrors_);
+    slot.ready = dev.transfer.fileToDevice(slot.data, block.file, slot.extent, after, reads, hostErrors_);
   } else {
     slot.ready = dev.transfer.toDevice(slot.data, slot.host, slot.extent.bytes(), memoryOf(block), after, reads);
   }

@@ -27,7 +27,8 @@ Residency::Residency(Link& link, ResidencyOptions options)
       ringBytes_(options.ringBytes),
       budgetBytes_(options.budgetBytes),
       options_(options),
-      ringIsSet_(options.ringIsSet) {
+      ringIsSet_(options.ringIsSet),
+      jobs_(options.hostJobs) {
   for (int index = 0; index < link.deviceCount(); ++index) {
     devices_.push_back(std::make_unique<Device>(
         link, events_, index, TransferOptions{options.copyDelay, options.chunkBytes, options.batchLeast}));
@@ -35,6 +36,7 @@ Residency::Residency(Link& link, ResidencyOptions options)
 }
 
 Residency::~Residency() {
+  jobs_.drain();
   for (int index = 0; index < static_cast<int>(devices_.size()); ++index) emptyCache(index);
 }
 
@@ -51,7 +53,7 @@ const Residency::Device& Residency::device(int index) const {
 Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   const auto audited = audit("fetch", &block);
   refuseCapture(stream, "fetch");
-  readErrors_.raise();
+  hostErrors_.raise();
   settle();
   if (extent.bytes() == 0) return {};
   requireWithin(block, extent);
@@ -100,7 +102,7 @@ void Residency::prepareForWrite(Block& block) {
 
 HostLease Residency::lease(Block& block, Access access) {
   const auto audited = audit("lease", &block);
-  readErrors_.raise();
+  hostErrors_.raise();
   if (access == Access::Write) {
     prepareForWrite(block);
   } else if (block.file) {
@@ -131,6 +133,81 @@ HostLease Residency::lease(Block& block, Access access) {
   }
   link_.hostAccess(block.data, block.bytes, access);
   return lease;
+}
+
+void Residency::runLater(std::vector<Claim> claims, std::function<void()> work) {
+  hostErrors_.raise();
+  HostJobs::Job job;
+  for (const auto& [block, access] : claims) {
+    if (access == Access::Write) {
+      prepareForWrite(*block);
+    } else if (block->file) {
+      block->file->prepare(access);
+    }
+    job.blocks.push_back(block);
+  }
+  auto after = std::make_shared<std::vector<Token>>();
+  job.run = [this, claims, after, work = std::move(work)] { runJob(claims, *after, work); };
+  if (!claim(claims, job, *after)) job.run();
+}
+
+// All of them at once, or two threads could each wait for what the other has claimed; and with the job, for whoever waits for it to
+// find.
+bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after) {
+  Lock lock(mutex_);
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (const auto& [block, access] : claims) {
+      if (block->issuing > 0) {
+        awaitIssued(lock, *block);
+        changed = true;
+      }
+      while (auto dirty = dirtyOf(*block)) {
+        writeHome(lock, dirty);
+        awaitIssued(lock, *block);
+        changed = true;
+      }
+    }
+  }
+  for (const auto& [block, access] : claims) {
+    expectRead(*block);
+    block->writers.appendTo(after);
+    if (access == Access::Write) block->readers.appendTo(after);
+  }
+  job.after = after;
+  ++claimsMade_;
+  for (const auto& [block, access] : claims) {
+    ++block->issuing;
+    ++block->claims;
+  }
+  return jobs_.submit(job);
+}
+
+void Residency::runJob(
+    const std::vector<Claim>& claims, const std::vector<Token>& after, const std::function<void()>& work) noexcept {
+  try {
+    for (const Token& token : after) token.wait();
+    for (const auto& [block, access] : claims) link_.hostAccess(block->data, block->bytes, access);
+    work();
+  } catch (const std::exception& error) {
+    hostErrors_.keep(error.what());
+  }
+  for (const auto& [block, access] : claims) {
+    if (access == Access::Write) markWritten(*block);
+  }
+  {
+    const Lock lock(mutex_);
+    for (const auto& [block, access] : claims) {
+      block->writers.prune();
+      block->readers.prune();
+      --block->issuing;
+      --block->claims;
+    }
+  }
+  issued_.notify_all();
+  for (const auto& [block, access] : claims) {
+    if (access == Access::Write) goOnAhead(*block);
+  }
 }
 
 void Residency::endLease(Block& block, Access access) noexcept {
@@ -192,10 +269,15 @@ std::shared_ptr<Slot> Residency::find(const Block& block, Extent extent, int ind
 void Residency::awaitIssued(Lock& lock, const Block& block) {
   // Who issues may need the GIL to go on, and the GIL is never taken back under the mutex.
   while (block.issuing > 0) {
+    std::function<void()> job = block.claims > 0 ? jobs_.want(block) : nullptr;
+    const std::uint64_t claims = claimsMade_;
     lock.unlock();
+    if (job) job();
+    job = nullptr; // it may hold the last of a Block, which is not to go under the mutex
     hostWait([&] {
       Lock inner(mutex_);
-      issued_.wait(inner, [&] { return block.issuing == 0; });
+      // Another job may have come, which has to be wanted as well.
+      issued_.wait(inner, [&] { return block.issuing == 0 || claimsMade_ != claims; });
     });
     lock.lock();
   }
@@ -345,6 +427,7 @@ std::size_t Residency::emptyCache(int index) {
 }
 
 void Residency::drain(bool close) {
+  jobs_.drain();
   const auto audited = audit("drain");
   settle();
   std::exception_ptr failure;
@@ -360,7 +443,7 @@ void Residency::drain(bool close) {
     closed_ = closed_ || close;
   }
   if (failure) std::rethrow_exception(failure);
-  readErrors_.raise();
+  hostErrors_.raise();
 }
 
 void Residency::setRingBytes(std::size_t bytes) {

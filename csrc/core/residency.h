@@ -31,6 +31,7 @@
 #pragma once
 
 #include "core/audit.h"
+#include "core/host_jobs.h"
 #include "core/host_lease.h"
 #include "core/observer.h"
 #include "core/pin.h"
@@ -80,6 +81,8 @@ struct ResidencyOptions {
   std::chrono::microseconds copyDelay{0};
   /// Memory that is not page-locked is copied in pieces of this size.
   std::size_t chunkBytes = TransferOptions{}.chunkBytes;
+  /// When host work is done that need not be done at once.
+  HostJobs::When hostJobs = HostJobs::When::Soon;
   /// Is told what happens; null: nobody is. It must outlive the Residency.
   Observer* observer = nullptr;
 };
@@ -122,6 +125,15 @@ class Residency {
   /// of a file.
   HostLease lease(Block& block, Access access);
 
+  struct Claim {
+    Block* block;
+    Access access;
+  };
+  /// Has `work` done on host bytes as under leases of these Blocks, each of which is named once: at once or later, by Note [Host jobs].
+  /// Waits for other such work on them alone. `work` keeps the Blocks alive, and neither calls this library nor takes the GIL; what it
+  /// throws the next fetch, lease or drain does.
+  void runLater(std::vector<Claim> claims, std::function<void()> work);
+
   /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where
   /// the Block was written to since by anybody else, or is gone.
   void bringHome(const Pin& pin, Stream producer);
@@ -155,6 +167,9 @@ class Residency {
   void resetPeaks(int device);
   void resetEver(int device);
   TransferStats transferStats(int device) const;
+  HostJobStats hostJobStats() {
+    return jobs_.stats();
+  }
   /// Checks every invariant, of all Slots and their Blocks, or of one Block; throws Error with what is broken.
   void validate() const;
   void validate(const Block& block) const;
@@ -245,6 +260,8 @@ class Residency {
   void copyAllIn(const std::vector<Copying>& batch, Device& device, const std::vector<Token>& after, TokenSet& reads);
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
   void endLease(Block& block, Access access) noexcept;
+  bool claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after);
+  void runJob(const std::vector<Claim>& claims, const std::vector<Token>& after, const std::function<void()>& work) noexcept;
   void require(const Block& block) const;
   auto audit(const char* call, const Block* block = nullptr) const {
     return Audit(options_.validate, call, [this, block] { block != nullptr ? validate(*block) : validate(); });
@@ -265,8 +282,8 @@ class Residency {
   /// How often the gradient of the tensor at an address was written before the host read one.
   std::map<const void*, std::uint32_t> writesOfGradients_;
   const ResidencyOptions options_;
-  /// Reads of files that failed in a host task: the next fetch, lease or drain throws.
-  DeferredError readErrors_;
+  /// What failed in a host task, a read of a file, or in a job: the next fetch, lease or drain throws.
+  DeferredError hostErrors_;
   std::vector<std::unique_ptr<Device>> devices_;
   /// What the Link would not do when it was due, and settle() tries again: unpins on a stream that was being captured, when no
   /// event may be recorded, and memory that could not be ordered after its uses.
@@ -275,6 +292,8 @@ class Residency {
   bool closed_ = false;
   bool ringIsSet_;
   bool warned_ = false;
+  std::uint64_t claimsMade_ = 0;
+  HostJobs jobs_; // first to go
 };
 
 } // namespace offload

@@ -14,6 +14,7 @@ void Residency::require(const Block& block) const {
   };
   require(block.hostVersion <= block.version, "host bytes are newer than the newest");
   require(block.issuing >= 0 && block.leases >= 0, "a Block counts less than none");
+  require(block.claims >= 0 && block.claims <= block.issuing, "a job is none of those that a Block waits for");
   require(block.writers.isOrdered() && block.readers.isOrdered(), "a Block keeps a token that a later one implies");
   std::size_t newest = 0;
   std::size_t dirty = 0;

@@ -77,15 +77,19 @@ ElementwiseStep stepOf(const py::tuple& written) {
 
 void bindElementwise(py::module_& m) {
   py::class_<Register>(m, "Register").def(py::init<std::size_t>());
-  py::class_<ElementwiseProgram>(m, "ElementwiseProgram")
+  py::class_<ElementwiseProgram, std::shared_ptr<ElementwiseProgram>>(m, "ElementwiseProgram")
       .def(py::init([](std::size_t operands, std::vector<c10::ScalarType> temporaries, const std::vector<py::tuple>& steps) {
         std::vector<ElementwiseStep> read;
         for (const py::tuple& step : steps) read.push_back(stepOf(step));
-        return ElementwiseProgram(operands, std::move(temporaries), std::move(read));
+        return std::make_shared<ElementwiseProgram>(operands, std::move(temporaries), std::move(read));
       }))
       .def_static("fits", &ElementwiseProgram::fits)
       .def(
-          "run", &ElementwiseProgram::run, py::arg("operands"), py::arg("piece_elements") = ElementwiseProgram::kPieceElements,
+          "run",
+          [](std::shared_ptr<ElementwiseProgram> program, const std::vector<at::Tensor>& operands, std::int64_t pieceElements) {
+            ElementwiseProgram::run(std::move(program), operands, pieceElements);
+          },
+          py::arg("operands"), py::arg("piece_elements") = ElementwiseProgram::kPieceElements,
           py::call_guard<py::gil_scoped_release>());
 }
 

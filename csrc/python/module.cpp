@@ -100,6 +100,9 @@ py::dict statistics(int index) {
   result["link.bytes_to_host"] = link.bytesToHost;
   result["link.copies_to_device"] = link.copiesToDevice;
   result["link.copies_to_host"] = link.copiesToHost;
+  const HostJobStats jobs = cache ? now->residency().hostJobStats() : HostJobStats{};
+  result["host_jobs.submitted"] = jobs.submitted;
+  result["host_jobs.pending"] = jobs.pending;
   const HostWaitStats waits = hostWaitStats();
   result["host_waits.count"] = waits.count;
   result["host_waits.seconds"] = std::chrono::duration<double>(waits.time).count();

@@ -37,6 +37,28 @@ inline void Program::hostWrite() {
   return to.beingWritten() ? writeUnder(to, part) : writeHost(to, part);
 }
 
+/// Some of one Block becomes that of another, with some bytes of its own behind it.
+inline void Program::writeLater() {
+  Model& to = model();
+  const Model& from = model();
+  if (to.lease || from.lease) return;
+  Block* const target = to.block.get();
+  Block* const source = from.block.get();
+  const std::size_t taken = random_.below(1 + std::min(to.bytes.size(), from.bytes.size()));
+  const Bytes own = value(random_.below(1 + to.bytes.size() - taken));
+  std::vector<Residency::Claim> claims{{target, Access::Write}};
+  if (source != target) claims.push_back({source, Access::Read});
+  rig_.cache.runLater(claims, [this, target, source, taken, own] {
+    rig_.sim.hostAccess(source->data, taken, Access::Read);
+    rig_.sim.hostAccess(target->data, taken + own.size(), Access::Write);
+    auto* const host = static_cast<unsigned char*>(target->data);
+    std::memmove(host, source->data, taken);
+    std::copy(own.begin(), own.end(), host + taken);
+  });
+  to.set({0, taken}, from.at({0, taken}));
+  to.set({taken, own.size()}, own);
+}
+
 inline void Program::holdLease() {
   Model& of = model();
   if (of.lease) {

@@ -22,7 +22,8 @@ class Program {
         ordered_(isOrdered(kind, seed)),
         shared_(kind == Kind::Shared),
         saved_(kind == Kind::Saved),
-        faulty_(kind == Kind::Failing || ((ordered_ || shared_ || saved_) && seed % 2 == 1)),
+        jobs_(kind == Kind::Jobs),
+        faulty_(kind == Kind::Failing || ((ordered_ || shared_ || saved_) && !jobs_ && seed % 2 == 1)),
         batches_(kind == Kind::Batches),
         rig_(programOptions(random_, seed, kind)) {
     for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
@@ -78,6 +79,7 @@ class Program {
     if (models_.empty() || (models_.size() < kMostBlocks && random_.oneIn(8))) return addBlock();
     if (shared_ && random_.oneIn(4)) return meet();
     if (saved_ && random_.oneIn(2)) return save();
+    if (jobs_ && random_.oneIn(3)) return writeLater();
     if (ordered_ && !random_.oneIn(batches_ ? 20 : 5)) return fetchNext();
     switch (random_.below(32)) {
       case 0 ... 7:
@@ -181,6 +183,8 @@ class Program {
   }
 
   void letGo(Model model) {
+    model.lease = {};
+    if (jobs_) model.lease = rig_.cache.lease(*model.block, Access::Read); // a job keeps its Blocks
     model.lease = {};
     if (model.foreign) {
       Block* const block = model.block.release();
@@ -397,6 +401,7 @@ class Program {
   void writeHost(Model& to, Range part);
   void hostRead();
   void hostWrite();
+  void writeLater();
   /// Takes a lease for a while, or lets go of one.
   void holdLease();
   void changeBehindItsBack();
@@ -457,6 +462,7 @@ class Program {
   const bool ordered_;
   const bool shared_;
   const bool saved_;
+  const bool jobs_;
   const bool faulty_;
   const bool batches_;
   std::size_t turn_ = 0;

@@ -48,6 +48,8 @@ const char* nameOf(Kind kind) {
       return "OrdersThatAreCopiedInBatches";
     case Kind::Saved:
       return "ResultsThatGoHomeAtOnce";
+    case Kind::Jobs:
+      return "HostWorkThatIsDoneLater";
     default:
       return "MemoryOfSeveralProcesses";
   }
@@ -102,6 +104,10 @@ TEST(Fuzz, OrdersThatAreCopiedInBatches) {
 
 TEST(Fuzz, ResultsThatGoHomeAtOnce) {
   runSeeds(Kind::Saved, kDefaultSeeds / 2);
+}
+
+TEST(Fuzz, HostWorkThatIsDoneLater) {
+  runSeeds(Kind::Jobs, kDefaultSeeds / 2);
 }
 
 TEST(Fuzz, MemoryOfSeveralProcesses) {

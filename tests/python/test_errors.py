@@ -178,6 +178,11 @@ LINK = 'offload: TORCH_OFFLOAD_LINK="nonsense" names no link; choose auto, cuda,
     [
         ("TORCH_OFFLOAD_LINK", "nonsense", LINK),
         ("TORCH_OFFLOAD_LINK", "", "no error"),  # as if it were not set
+        (
+            "TORCH_OFFLOAD_HOST_JOBS",
+            "later",
+            'offload: TORCH_OFFLOAD_HOST_JOBS="later" names no time; choose now, soon or wanted.',
+        ),
         ("TORCH_OFFLOAD_BUDGET", "half", no_budget("half")),
         ("TORCH_OFFLOAD_BUDGET", "140%", no_budget("140%")),
         *(

@@ -124,6 +124,15 @@ RUNS = {
         {**VALIDATE, "TORCH_OFFLOAD_SEED": "4", "TORCH_OFFLOAD_RING_BYTES": "4096", "TORCH_OFFLOAD_BUDGET": "2048"},
     ),
     "a third order": (ORDER, {"TORCH_OFFLOAD_SEED": "5", "TORCH_OFFLOAD_EVICT": "1", "TORCH_OFFLOAD_BUDGET": "512"}),
+    "host work by a thread": (
+        ["test_host_jobs.py", "test_optim.py", "test_optimizer_steps.py", "test_budget.py"],
+        {
+            "TORCH_OFFLOAD_SEED": "16",
+            "TORCH_OFFLOAD_HOST_JOBS": "soon",
+            "TORCH_OFFLOAD_COPY_DELAY_US": "100",
+            **VALIDATE,
+        },
+    ),
     "two devices": (
         TWO_DEVICES,
         {**VALIDATE, "TORCH_OFFLOAD_SEED": "12", "TORCH_OFFLOAD_SIM_DEVICES": "2", "TORCH_OFFLOAD_POISON": "1"},

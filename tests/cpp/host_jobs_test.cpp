@@ -1,0 +1,263 @@
+// Host work that is done later: what waits for it, which of it comes first, and what becomes of its failures.
+#include "core/host_jobs.h"
+
+#include <atomic>
+#include <functional>
+#include <future>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "core_rig.h"
+
+namespace offload {
+namespace {
+
+using namespace core_test;
+using When = HostJobs::When;
+
+constexpr std::size_t kBytes = 4096;
+
+CoreOptions doneBy(When when, std::size_t budget = 0) {
+  CoreOptions options;
+  options.cache.hostJobs = when;
+  options.cache.budgetBytes = budget;
+  return options;
+}
+
+/// Blocks, and jobs that write down when they are done.
+class Jobs {
+ public:
+  explicit Jobs(When when, std::size_t count = 4, std::size_t budget = 0) : rig(doneBy(when, budget)) {
+    for (std::size_t k = 0; k < count; ++k) blocks.push_back(rig.newBlock(pattern(k, kBytes)));
+  }
+  /// Gives a Block another value, from its own.
+  void add(std::size_t k, unsigned char number) {
+    Block& block = *blocks[k];
+    rig.cache.runLater({{&block, Access::Write}}, [this, &block, k, number] {
+      auto* const bytes = static_cast<unsigned char*>(block.data);
+      rig.sim.hostAccess(bytes, kBytes, Access::Write);
+      for (std::size_t at = 0; at < kBytes; ++at) bytes[at] = static_cast<unsigned char>(bytes[at] + number);
+      const std::lock_guard lock(mutex);
+      done.push_back(k);
+    });
+  }
+  static Bytes added(std::size_t k, unsigned char number) {
+    Bytes value = pattern(k, kBytes);
+    for (auto& byte : value) byte = static_cast<unsigned char>(byte + number);
+    return value;
+  }
+  Bytes onDevice(std::size_t k) {
+    const Pin pin = rig.cache.fetch(*blocks[k], {0, kBytes}, stream);
+    const auto seen = rig.readOnDevice(stream, pin.data(), kBytes);
+    rig.sim.drain();
+    return *seen;
+  }
+  std::vector<std::size_t> sofar() {
+    const std::lock_guard lock(mutex);
+    return done;
+  }
+
+  Rig rig;
+  Stream stream = rig.sim.createStream(0);
+  std::vector<Rig::BlockPtr> blocks;
+  std::mutex mutex;
+  std::vector<std::size_t> done;
+};
+
+class HostJobsOfEachKind : public testing::TestWithParam<When> {};
+INSTANTIATE_TEST_SUITE_P(
+    Whenever, HostJobsOfEachKind, testing::Values(When::AtOnce, When::Wanted, When::Soon), [](const auto& info) {
+      return info.param == When::AtOnce ? "AtOnce" : info.param == When::Wanted ? "Wanted" : "Soon";
+    });
+
+TEST_P(HostJobsOfEachKind, WhoeverWantsTheBytesGetsTheNewOnes) {
+  Jobs jobs(GetParam(), 5, 2 * kBytes);
+  EXPECT_EQ(jobs.onDevice(0), pattern(0, kBytes));
+  for (std::size_t k = 0; k < 5; ++k) jobs.add(k, 7);
+  EXPECT_EQ(jobs.onDevice(0), Jobs::added(0, 7)) << "not the copy that there was";
+  EXPECT_EQ(jobs.rig.read(*jobs.blocks[1]), Jobs::added(1, 7));
+  jobs.add(2, 3);
+  jobs.rig.cache.adopt(*jobs.blocks[3], jobs.rig.newResult(jobs.stream, pattern(9, kBytes)), jobs.stream);
+  jobs.rig.write(*jobs.blocks[4], pattern(11, 8), 16);
+  jobs.rig.cache.drain(false);
+  EXPECT_EQ(jobs.onDevice(2), Jobs::added(2, 10));
+  EXPECT_EQ(jobs.rig.read(*jobs.blocks[3]), pattern(9, kBytes)) << "written after the job";
+  Bytes partly = Jobs::added(4, 7);
+  const Bytes part = pattern(11, 8);
+  std::copy(part.begin(), part.end(), partly.begin() + 16);
+  EXPECT_EQ(jobs.onDevice(4), partly);
+}
+
+TEST_P(HostJobsOfEachKind, AJobReadsWhatIsNewerOnTheDevice) {
+  Jobs jobs(GetParam(), 2, 4 * kBytes);
+  Block& to = *jobs.blocks[0];
+  Block& from = *jobs.blocks[1];
+  jobs.rig.cache.adopt(from, jobs.rig.newResult(jobs.stream, pattern(9, kBytes)), jobs.stream);
+  jobs.rig.cache.runLater({{&to, Access::Write}, {&from, Access::Read}}, [&] {
+    jobs.rig.sim.hostAccess(from.data, kBytes, Access::Read);
+    std::memcpy(to.data, from.data, kBytes);
+  });
+  jobs.rig.cache.adopt(from, jobs.rig.newResult(jobs.stream, pattern(10, kBytes)), jobs.stream);
+  EXPECT_EQ(jobs.onDevice(0), pattern(9, kBytes));
+  EXPECT_EQ(jobs.onDevice(1), pattern(10, kBytes));
+}
+
+TEST_P(HostJobsOfEachKind, AFailureIsToldOnceAndAllGoesOn) {
+  Jobs jobs(GetParam());
+  jobs.rig.cache.runLater({{jobs.blocks[0].get(), Access::Write}}, [] { throw std::runtime_error("no room"); });
+  try {
+    jobs.rig.cache.drain(false);
+    FAIL() << "nothing was told";
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "no room");
+  }
+  jobs.add(0, 1);
+  EXPECT_EQ(jobs.onDevice(0), Jobs::added(0, 1));
+}
+
+TEST_P(HostJobsOfEachKind, WhatIsLeftIsDoneBeforeTheCacheGoes) {
+  std::atomic<int> done = 0;
+  {
+    Jobs jobs(GetParam());
+    for (const auto& block : jobs.blocks) jobs.rig.cache.runLater({{block.get(), Access::Write}}, [&done] { ++done; });
+    jobs.rig.cache.drain(false);
+    EXPECT_EQ(done, 4);
+    jobs.rig.cache.runLater({{jobs.blocks[0].get(), Access::Read}}, [&done] { ++done; });
+    jobs.rig.cache.drain(true);
+  }
+  EXPECT_EQ(done, 5);
+}
+
+TEST_P(HostJobsOfEachKind, WhatAJobHoldsGoesAfterIt) {
+  Jobs jobs(GetParam());
+  auto held = std::make_shared<int>(1);
+  jobs.rig.cache.runLater({{jobs.blocks[0].get(), Access::Write}}, [held] {});
+  jobs.rig.cache.drain(false);
+  EXPECT_EQ(held.use_count(), 1);
+}
+
+TEST_P(HostJobsOfEachKind, ABlockThatAJobAloneHoldsGoesWithIt) {
+  Jobs jobs(GetParam());
+  auto last = std::make_shared<Rig::BlockPtr>(std::move(jobs.blocks[1]));
+  Block* const block = last->get();
+  jobs.rig.cache.runLater(
+      {{jobs.blocks[0].get(), Access::Write}, {block, Access::Read}}, [held = std::move(last)] { EXPECT_TRUE(*held); });
+  EXPECT_EQ(jobs.rig.read(*jobs.blocks[0]), pattern(0, kBytes));
+}
+
+TEST_P(HostJobsOfEachKind, ThreadsThatClaimTheSameBlocksDoNotWaitForEachOther) {
+  Jobs jobs(GetParam(), 3);
+  std::vector<std::thread> threads;
+  std::atomic<int> sum = 0;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int round = 0; round < 50; ++round) {
+        std::vector<Residency::Claim> claims;
+        for (int k = 0; k < 3; ++k)
+          claims.push_back({jobs.blocks[static_cast<std::size_t>((k + thread) % 3)].get(), Access::Write});
+        jobs.rig.cache.runLater(claims, [&sum] { ++sum; });
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  jobs.rig.cache.drain(false);
+  EXPECT_EQ(sum, 200);
+}
+
+TEST(HostJobsWhenWanted, AFetchWaitsForItsOwnUpdateAlone) {
+  Jobs jobs(When::Wanted);
+  for (std::size_t k = 0; k < 4; ++k) jobs.add(k, 1);
+  EXPECT_TRUE(jobs.sofar().empty());
+  EXPECT_EQ(jobs.onDevice(2), Jobs::added(2, 1));
+  EXPECT_EQ(jobs.sofar(), std::vector<std::size_t>{2});
+  jobs.rig.cache.drain(false);
+  EXPECT_EQ(jobs.sofar(), (std::vector<std::size_t>{2, 0, 1, 3}));
+}
+
+TEST(HostJobsWhenWanted, NothingThatIsToBeWrittenIsCopiedAhead) {
+  CoreOptions options = doneBy(When::Wanted);
+  options.cache.ringBytes = 4 * kBytes;
+  Rig rig(options);
+  const Stream stream = rig.sim.createStream(0);
+  std::vector<Rig::BlockPtr> blocks;
+  for (std::size_t k = 0; k < 8; ++k) blocks.push_back(rig.newBlock(pattern(k, kBytes)));
+  for (unsigned char step = 0; step < 12; ++step) {
+    for (std::size_t k = 0; k < 8; ++k) {
+      const Pin pin = rig.cache.fetch(*blocks[k], {0, kBytes}, stream);
+      const auto seen = rig.readOnDevice(stream, pin.data(), kBytes);
+      rig.sim.drain();
+      EXPECT_EQ(*seen, Jobs::added(k, step));
+    }
+    for (std::size_t k = 8; k-- > 0;) {
+      Block& block = *blocks[k];
+      rig.cache.runLater({{&block, Access::Write}}, [&block] {
+        auto* const bytes = static_cast<unsigned char*>(block.data);
+        for (std::size_t at = 0; at < kBytes; ++at) ++bytes[at];
+      });
+    }
+  }
+  rig.cache.drain(false); // the Blocks go now
+  EXPECT_GT(rig.cache.stats(0).prefetches, 0U) << "of what has been written by then";
+}
+
+// ---- the thread
+
+HostJobs::Job job(std::function<void()> run, std::vector<Token> after = {}, std::vector<const Block*> blocks = {}) {
+  return {std::move(after), std::move(blocks), std::move(run)};
+}
+
+TEST(HostJobsSoon, WhatIsWantedComesNextAndThenWhatWasSubmittedFirst) {
+  Jobs of(When::AtOnce);
+  HostJobs jobs(When::Soon);
+  std::promise<void> begun;
+  std::promise<void> goOn;
+  std::string order;
+  (void)jobs.submit(job([&] {
+    begun.set_value();
+    goOn.get_future().wait();
+  }));
+  begun.get_future().wait();
+  for (const char name : {'a', 'b', 'c', 'd'}) {
+    (void)jobs.submit(job([&order, name] { order += name; }, {}, {of.blocks[static_cast<std::size_t>(name - 'a')].get()}));
+  }
+  (void)jobs.want(*of.blocks[2]);
+  goOn.set_value();
+  jobs.drain();
+  EXPECT_EQ(order, "cabd");
+}
+
+TEST(HostJobsSoon, WhatNothingHoldsUpGoesBeforeWhatIsHeldUp) {
+  Jobs of(When::AtOnce);
+  EventPool events(of.rig.sim);
+  std::atomic<bool> open = false;
+  of.rig.sim.launch(of.stream, [&open] { open = true; }, {}, {});
+  const Token late = events.record(of.stream);
+  std::string order;
+  {
+    HostJobs jobs(When::Soon);
+    std::promise<void> begun;
+    std::promise<void> goOn;
+    (void)jobs.submit(job([&] {
+      begun.set_value();
+      goOn.get_future().wait();
+    }));
+    begun.get_future().wait();
+    (void)jobs.submit(job(
+        [&] {
+          late.wait();
+          order += open ? "held up, " : "too early, ";
+        },
+        {late}, {of.blocks[0].get()}));
+    (void)jobs.want(*of.blocks[0]);
+    (void)jobs.submit(job([&] { order += "free, "; }));
+    (void)jobs.submit(job([&] { order += "free too, "; }));
+    goOn.set_value();
+    jobs.drain();
+  }
+  EXPECT_EQ(order.substr(0, 5), "free,") << "though the other one is wanted";
+  EXPECT_EQ(order.find("too early"), std::string::npos);
+}
+
+} // namespace
+} // namespace offload
