@@ -30,13 +30,23 @@ HostJobs::~HostJobs() {
   if (thread_.joinable()) thread_.join();
 }
 
+bool HostJobs::Entry::isNext() const {
+  return std::all_of(before.begin(), before.end(), [](const EntryPtr& other) { return other->done; });
+}
+
 bool HostJobs::submit(const Job& job) noexcept {
   const Lock lock(mutex_);
   ++submitted_;
   if (when_ == When::AtOnce) return false;
   try {
+    auto entry = std::make_shared<Entry>(Entry{job, {}});
+    for (const Block* block : job.blocks) {
+      const auto at = last_.try_emplace(block).first; // what is empty is as good as none
+      if (at->second) entry->before.push_back(at->second);
+    }
     if (when_ == When::Soon && !thread_.joinable()) thread_ = std::thread([this] { work(); });
-    queue_.push_back(std::make_shared<Entry>(Entry{job}));
+    queue_.push_back(entry);
+    for (const Block* block : job.blocks) last_[block] = entry;
   } catch (...) {
     return false; // no memory, or no thread
   }
@@ -44,32 +54,37 @@ bool HostJobs::submit(const Job& job) noexcept {
   return true;
 }
 
-std::function<void()> HostJobs::want(const Block& block) {
+bool HostJobs::want(const Block& block) {
   const Lock lock(mutex_);
-  const auto at = std::find_if(queue_.begin(), queue_.end(), [&block](const auto& entry) {
-    const auto& blocks = entry->job.blocks;
-    return std::find(blocks.begin(), blocks.end(), &block) != blocks.end();
-  });
-  if (at == queue_.end()) return {};
-  (*at)->wanted = true;
-  if (when_ == When::Soon) return {};
-  std::function<void()> run = std::move((*at)->job.run);
-  queue_.erase(at);
-  return run;
+  return mark(block) && when_ == When::Wanted;
+}
+
+HostJobs::EntryPtr HostJobs::mark(const Block& block) {
+  const auto last = last_.find(&block);
+  if (last == last_.end() || !last->second) return nullptr;
+  last->second->wanted = true;
+  EntryPtr first;
+  // Whatever comes before an entry is further in front.
+  for (auto at = queue_.rbegin(); at != queue_.rend(); ++at) {
+    if (!(*at)->wanted) continue;
+    for (const EntryPtr& other : (*at)->before) other->wanted = true;
+    first = *at;
+  }
+  return first;
+}
+
+void HostJobs::runFor(const Block& block) {
+  const Lock turn(turn_);
+  Lock lock(mutex_);
+  while (EntryPtr first = mark(block)) run(lock, std::move(first));
 }
 
 void HostJobs::drain() {
   if (when_ == When::Wanted) {
-    for (;;) {
-      std::shared_ptr<Entry> first;
-      {
-        const Lock lock(mutex_);
-        if (queue_.empty()) return;
-        first = std::move(queue_.front());
-        queue_.pop_front();
-      }
-      first->job.run();
-    }
+    const Lock turn(turn_);
+    Lock lock(mutex_);
+    while (!queue_.empty()) run(lock, queue_.front());
+    return;
   }
   const auto isIdle = [this] { return queue_.empty() && !busy_; };
   {
@@ -87,36 +102,47 @@ HostJobStats HostJobs::stats() {
   return {submitted_, queue_.size() + (busy_ ? 1 : 0)};
 }
 
-// The thread's: nobody else takes what is queued.
+// One runs at a time: the thread's, or by turns.
+void HostJobs::run(Lock& lock, EntryPtr entry) {
+  queue_.remove(entry);
+  busy_ = true;
+  lock.unlock();
+  entry->job.run();
+  entry->job.run = nullptr; // what it holds may call the cache when it goes
+  entry->job.after.clear();
+  lock.lock();
+  busy_ = false;
+  entry->done = true;
+  entry->before.clear();
+  for (const Block* block : entry->job.blocks) {
+    const auto last = last_.find(block);
+    if (last != last_.end() && (last->second == entry || !last->second)) last_.erase(last);
+  }
+  changed_.notify_all();
+}
+
 void HostJobs::work() {
   Lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return stop_ || !queue_.empty(); });
     if (queue_.empty()) return;
-    std::shared_ptr<Entry> entry = next(lock);
-    queue_.remove(entry);
-    busy_ = true;
-    lock.unlock();
-    entry->job.run();
-    entry.reset();
-    lock.lock();
-    busy_ = false;
-    changed_.notify_all();
+    run(lock, next(lock));
   }
 }
 
-std::shared_ptr<HostJobs::Entry> HostJobs::next(Lock& lock) {
-  const auto first = queue_.front();
-  std::vector<std::shared_ptr<Entry>> candidates;
+HostJobs::EntryPtr HostJobs::next(Lock& lock) {
+  const EntryPtr first = queue_.front();
+  std::vector<EntryPtr> candidates;
   for (const bool wanted : {true, false}) {
-    for (const auto& entry : queue_) {
-      if (entry->wanted == wanted && candidates.size() < kMostAsked) candidates.push_back(entry);
+    for (const EntryPtr& entry : queue_) {
+      if (candidates.size() == kMostAsked) break;
+      if (entry->wanted == wanted && entry->isNext()) candidates.push_back(entry);
     }
   }
   lock.unlock();
   const auto found =
       std::find_if(candidates.begin(), candidates.end(), [](const auto& entry) { return !isHeldUp(entry->job); });
-  auto result = found == candidates.end() ? first : *found;
+  EntryPtr result = found == candidates.end() ? first : *found;
   candidates.clear();
   lock.lock();
   return result;

@@ -6,8 +6,9 @@
 // these waits for the job, and has it done next. Nobody sees any bytes before they are what they would be had the job been done at
 // once, and a fetch of a weight waits for its own update alone.
 //
-// Of the jobs that nothing holds up any more, as a gradient on its way home does, what somebody waits for is done first, and then
-// what was submitted first. Where all are held up, that is what was submitted first.
+// Jobs that share a Block are done in the order in which they were submitted. Of those whose turn it is and that nothing holds up any
+// more, as a gradient on its way home does, what somebody waits for comes first, and then what was submitted first. Where all are
+// held up, that is what was submitted first.
 #pragma once
 
 #include "core/token.h"
@@ -19,6 +20,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 namespace offload {
@@ -34,7 +36,7 @@ class HostJobs {
  public:
   struct Job {
     std::vector<Token> after; // what holds it up; to wait for that is `run`'s affair
-    std::vector<const Block*> blocks;
+    std::vector<const Block*> blocks; // that it reads or writes
     std::function<void()> run; // throws nothing, and waits for no other job
   };
 
@@ -52,8 +54,9 @@ class HostJobs {
 
   /// False where the caller is to do it, at once. Makes no call of the Link.
   bool submit(const Job& job) noexcept;
-  /// Somebody is about to wait for a job on this Block: what he has to do for it himself, if anything.
-  std::function<void()> want(const Block& block);
+  /// Somebody is about to wait for the jobs on this Block, and for those before them. True where he has to do them himself: runFor().
+  [[nodiscard]] bool want(const Block& block);
+  void runFor(const Block& block);
   /// Waits for all that has been submitted.
   void drain();
   HostJobStats stats();
@@ -62,17 +65,26 @@ class HostJobs {
   using Lock = std::unique_lock<std::mutex>;
   struct Entry {
     Job job;
+    std::vector<std::shared_ptr<Entry>> before; // with which it shares a Block; cleared when it is done
     bool wanted = false;
+    bool done = false;
+
+    bool isNext() const;
   };
-  using Queue = std::list<std::shared_ptr<Entry>>;
+  using EntryPtr = std::shared_ptr<Entry>;
 
   void work();
-  std::shared_ptr<Entry> next(Lock& lock);
+  EntryPtr next(Lock& lock);
+  /// Marks what is wanted; the one of it that was submitted first.
+  EntryPtr mark(const Block& block);
+  void run(Lock& lock, EntryPtr entry);
 
   const When when_;
   std::mutex mutex_; // never held across a call of the Link, nor while a job runs or goes
   std::condition_variable changed_;
-  Queue queue_;
+  std::mutex turn_; // whose runFor() or drain() it is
+  std::list<EntryPtr> queue_; // as they were submitted
+  std::unordered_map<const Block*, EntryPtr> last_; // of those that are not done
   bool busy_ = false;
   std::uint64_t submitted_ = 0;
   bool stop_ = false;

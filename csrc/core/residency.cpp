@@ -135,81 +135,6 @@ HostLease Residency::lease(Block& block, Access access) {
   return lease;
 }
 
-void Residency::runLater(std::vector<Claim> claims, std::function<void()> work) {
-  hostErrors_.raise();
-  HostJobs::Job job;
-  for (const auto& [block, access] : claims) {
-    if (access == Access::Write) {
-      prepareForWrite(*block);
-    } else if (block->file) {
-      block->file->prepare(access);
-    }
-    job.blocks.push_back(block);
-  }
-  auto after = std::make_shared<std::vector<Token>>();
-  job.run = [this, claims, after, work = std::move(work)] { runJob(claims, *after, work); };
-  if (!claim(claims, job, *after)) job.run();
-}
-
-// All of them at once, or two threads could each wait for what the other has claimed; and with the job, for whoever waits for it to
-// find.
-bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after) {
-  Lock lock(mutex_);
-  for (bool changed = true; changed;) {
-    changed = false;
-    for (const auto& [block, access] : claims) {
-      if (block->issuing > 0) {
-        awaitIssued(lock, *block);
-        changed = true;
-      }
-      while (auto dirty = dirtyOf(*block)) {
-        writeHome(lock, dirty);
-        awaitIssued(lock, *block);
-        changed = true;
-      }
-    }
-  }
-  for (const auto& [block, access] : claims) {
-    expectRead(*block);
-    block->writers.appendTo(after);
-    if (access == Access::Write) block->readers.appendTo(after);
-  }
-  job.after = after;
-  ++claimsMade_;
-  for (const auto& [block, access] : claims) {
-    ++block->issuing;
-    ++block->claims;
-  }
-  return jobs_.submit(job);
-}
-
-void Residency::runJob(
-    const std::vector<Claim>& claims, const std::vector<Token>& after, const std::function<void()>& work) noexcept {
-  try {
-    for (const Token& token : after) token.wait();
-    for (const auto& [block, access] : claims) link_.hostAccess(block->data, block->bytes, access);
-    work();
-  } catch (const std::exception& error) {
-    hostErrors_.keep(error.what());
-  }
-  for (const auto& [block, access] : claims) {
-    if (access == Access::Write) markWritten(*block);
-  }
-  {
-    const Lock lock(mutex_);
-    for (const auto& [block, access] : claims) {
-      block->writers.prune();
-      block->readers.prune();
-      --block->issuing;
-      --block->claims;
-    }
-  }
-  issued_.notify_all();
-  for (const auto& [block, access] : claims) {
-    if (access == Access::Write) goOnAhead(*block);
-  }
-}
-
 void Residency::endLease(Block& block, Access access) noexcept {
   const auto audited = audit("endLease", &block);
   if (access == Access::Write) markWritten(block);
@@ -269,11 +194,10 @@ std::shared_ptr<Slot> Residency::find(const Block& block, Extent extent, int ind
 void Residency::awaitIssued(Lock& lock, const Block& block) {
   // Who issues may need the GIL to go on, and the GIL is never taken back under the mutex.
   while (block.issuing > 0) {
-    std::function<void()> job = block.claims > 0 ? jobs_.want(block) : nullptr;
+    const bool mine = block.claims > 0 && jobs_.want(block);
     const std::uint64_t claims = claimsMade_;
     lock.unlock();
-    if (job) job();
-    job = nullptr; // it may hold the last of a Block, which is not to go under the mutex
+    if (mine) jobs_.runFor(block);
     hostWait([&] {
       Lock inner(mutex_);
       // Another job may have come, which has to be wanted as well.

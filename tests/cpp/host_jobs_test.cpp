@@ -175,6 +175,35 @@ TEST(HostJobsWhenWanted, AFetchWaitsForItsOwnUpdateAlone) {
   EXPECT_EQ(jobs.sofar(), (std::vector<std::size_t>{2, 0, 1, 3}));
 }
 
+TEST(HostJobsWhenWanted, JobsOnABlockAreDoneInOrderWhenItIsWanted) {
+  Jobs jobs(When::Wanted);
+  std::string order;
+  const auto submit = [&](char name, std::initializer_list<std::size_t> of) {
+    std::vector<Residency::Claim> claims;
+    for (const std::size_t k : of) claims.push_back({jobs.blocks[k].get(), k == *of.begin() ? Access::Write : Access::Read});
+    jobs.rig.cache.runLater(claims, [&order, name] { order += name; });
+  };
+  submit('a', {0});
+  submit('b', {3});
+  submit('c', {1, 0});
+  submit('d', {0});
+  submit('e', {2, 1});
+  EXPECT_EQ(jobs.rig.cache.hostJobStats().pending, 5U) << "none has waited for another";
+  (void)jobs.onDevice(2);
+  EXPECT_EQ(order, "ace") << "what the last needs, and no more";
+  (void)jobs.rig.read(*jobs.blocks[0]);
+  EXPECT_EQ(order, "aced");
+  jobs.rig.cache.drain(false);
+  EXPECT_EQ(order, "acedb");
+}
+
+TEST(HostJobsWhenWanted, JobsThatNobodyWantsDoNotPileUp) {
+  Jobs jobs(When::Wanted, 1);
+  for (int k = 0; k < 5000; ++k) jobs.add(0, 1);
+  EXPECT_LE(jobs.rig.cache.hostJobStats().pending, 4096U);
+  EXPECT_EQ(jobs.rig.read(*jobs.blocks[0]), Jobs::added(0, static_cast<unsigned char>(5000)));
+}
+
 TEST(HostJobsWhenWanted, NothingThatIsToBeWrittenIsCopiedAhead) {
   CoreOptions options = doneBy(When::Wanted);
   options.cache.ringBytes = 4 * kBytes;
@@ -225,6 +254,35 @@ TEST(HostJobsSoon, WhatIsWantedComesNextAndThenWhatWasSubmittedFirst) {
   goOn.set_value();
   jobs.drain();
   EXPECT_EQ(order, "cabd");
+}
+
+TEST(HostJobsSoon, WhatIsWantedComesAfterWhatItNeeds) {
+  Jobs of(When::AtOnce);
+  HostJobs jobs(When::Soon);
+  std::promise<void> begun;
+  std::promise<void> goOn;
+  std::string order;
+  const auto submit = [&](char name, std::initializer_list<std::size_t> blocks) {
+    std::vector<const Block*> claimed;
+    for (const std::size_t k : blocks) claimed.push_back(of.blocks[k].get());
+    (void)jobs.submit(job([&order, name] { order += name; }, {}, claimed));
+  };
+  (void)jobs.submit(job(
+      [&] {
+        begun.set_value();
+        goOn.get_future().wait();
+      },
+      {}, {of.blocks[0].get()}));
+  begun.get_future().wait();
+  submit('a', {3});
+  submit('b', {0});
+  submit('c', {0, 1});
+  submit('d', {1, 2});
+  submit('e', {0});
+  EXPECT_FALSE(jobs.want(*of.blocks[2])) << "the thread does it";
+  goOn.set_value();
+  jobs.drain();
+  EXPECT_EQ(order, "bcdae");
 }
 
 TEST(HostJobsSoon, WhatNothingHoldsUpGoesBeforeWhatIsHeldUp) {

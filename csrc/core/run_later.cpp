@@ -1,0 +1,91 @@
+// Work on host bytes that is done while the program goes on: Note [Host jobs].
+#include "core/residency.h"
+
+#include <utility>
+
+namespace offload {
+namespace {
+
+constexpr std::size_t kMostJobs = 4096; // not done yet, each of which keeps its Blocks' memory
+
+} // namespace
+
+void Residency::runLater(std::vector<Claim> claims, std::function<void()> work) {
+  hostErrors_.raise();
+  HostJobs::Job job;
+  for (const auto& [block, access] : claims) {
+    if (access == Access::Write) {
+      prepareForWrite(*block);
+    } else if (block->file) {
+      block->file->prepare(access);
+    }
+    job.blocks.push_back(block);
+  }
+  auto after = std::make_shared<std::vector<Token>>();
+  job.run = [this, claims, after, work = std::move(work)] { runJob(claims, *after, work); };
+  if (jobs_.stats().pending >= kMostJobs) jobs_.drain();
+  if (claim(claims, job, *after)) return;
+  jobs_.drain(); // of those on the same Blocks that came before
+  job.run();
+}
+
+// All of them at once, or two threads could each wait for what the other has claimed; and with the job, for whoever waits for it to
+// find. While a Block is claimed nobody else copies it, so what the claim before has waited for is all that there is to wait for.
+bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after) {
+  Lock lock(mutex_);
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (const auto& [block, access] : claims) {
+      if (block->issuing > block->claims) {
+        awaitIssued(lock, *block);
+        changed = true;
+      }
+      while (auto dirty = dirtyOf(*block)) {
+        writeHome(lock, dirty);
+        awaitIssued(lock, *block);
+        changed = true;
+      }
+    }
+  }
+  for (const auto& [block, access] : claims) {
+    expectRead(*block);
+    block->writers.appendTo(after);
+    if (access == Access::Write) block->readers.appendTo(after);
+  }
+  job.after = after;
+  ++claimsMade_;
+  for (const auto& [block, access] : claims) {
+    ++block->issuing;
+    ++block->claims;
+  }
+  return jobs_.submit(job);
+}
+
+void Residency::runJob(
+    const std::vector<Claim>& claims, const std::vector<Token>& after, const std::function<void()>& work) noexcept {
+  try {
+    for (const Token& token : after) token.wait();
+    for (const auto& [block, access] : claims) link_.hostAccess(block->data, block->bytes, access);
+    work();
+  } catch (const std::exception& error) {
+    hostErrors_.keep(error.what());
+  }
+  for (const auto& [block, access] : claims) {
+    if (access == Access::Write) markWritten(*block);
+  }
+  {
+    const Lock lock(mutex_);
+    for (const auto& [block, access] : claims) {
+      block->writers.prune();
+      block->readers.prune();
+      --block->issuing;
+      --block->claims;
+    }
+  }
+  issued_.notify_all();
+  for (const auto& [block, access] : claims) {
+    if (access == Access::Write) goOnAhead(*block);
+  }
+}
+
+} // namespace offload
