@@ -1,10 +1,10 @@
 """AdamW on the host: a step over 470 million fp32 parameters, and training steps in which the GPU works meanwhile.
 
-First the optimizer alone: the same parameters on offload and as plain CPU tensors, by PyTorch's default algorithm (its
-for-loop) and by its fused one. Then 8 blocks of the Llama-3-8B shape in bfloat16 with their weights on offload, 4,096 tokens:
-forward, backward and AdamW's step, four times on end, once as a user writes it, and once with waits around the step, which
-then finds every gradient at home and is done when it returns. Results have the bits of the same algorithm on the CPU, as
-test_optimizer_steps.py demands.
+First the optimizer alone: the same parameters on offload and as plain CPU tensors, by PyTorch's default algorithm (its for-
+loop) and by its fused one. Then 8 blocks of the Llama-3-8B shape with their weights on offload, 4,096 tokens, in bfloat16
+and in fp32 under autocast: forward, backward and AdamW's step, four times on end, once as a user writes it, and once with
+waits around the step, which then finds every gradient at home and is done when it returns. Results have the bits of the
+same algorithm on the CPU, as test_optimizer_steps.py and test_host_updates.py demand.
 """
 
 import functools
@@ -51,16 +51,19 @@ def alone(tiny: bool, rounds: int) -> list[dict]:
     return records
 
 
-def training(tiny: bool, rounds: int) -> list[dict]:
+def training(tiny: bool, rounds: int, dtype: torch.dtype) -> list[dict]:
     device = compute_device(tiny)
     shape, count, tokens = (TINY, 3, 16) if tiny else (LLAMA_8B, 8, 4096)
-    model = copied_to(make_blocks(count, shape, torch.bfloat16, device), "offload")
-    x = make_input(tokens, shape, torch.bfloat16, device)
-    grad_output = make_input(tokens, shape, torch.bfloat16, device, seed=2)
+    model = copied_to(make_blocks(count, shape, dtype, device), "offload")
+    x = make_input(tokens, shape, dtype, device)
+    grad_output = make_input(tokens, shape, dtype, device, seed=2)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.float32)
     rows, records = [], []
 
     def compute(model: nn.Module, x: Tensor, grad_output: Tensor) -> None:
-        model(x).backward(grad_output)
+        with autocast:
+            y = model(x)
+        y.backward(grad_output.to(y.dtype))
 
     for algorithm, options in ALGORITHMS.items():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
@@ -91,18 +94,22 @@ def training(tiny: bool, rounds: int) -> list[dict]:
         waited = median(times["with waits"])
         for name, taken in times.items():
             rows.append([algorithm, name, ms(median(taken)), ms(min(taken)), f"{median(taken) / waited:.3f}"])
-            records.append({"algorithm": algorithm, "variant": name, "median": median(taken)})
+            records.append({"dtype": str(dtype), "algorithm": algorithm, "variant": name, "median": median(taken)})
         del optimizer
         gc.collect()
-    print(f"\n{count} blocks, {parameter_bytes(model) / 1e9:.3f} GB, {tokens} tokens")
+    print(f"\n{count} blocks of {dtype}, {parameter_bytes(model) / 1e9:.3f} GB, {tokens} tokens")
     print_table(["algorithm", "training step", "median ms", "least ms", "of one with waits"], rows)
     return records
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds=5).parse_args()
+    options = arguments(__doc__, rounds=3).parse_args()
     rounds = 2 if options.tiny else options.rounds
-    write_record("optimizer", {"alone": alone(options.tiny, rounds), "training": training(options.tiny, rounds)})
+    records = {"alone": alone(options.tiny, rounds), "training": []}
+    for dtype in (torch.bfloat16, torch.float32):
+        records["training"] += training(options.tiny, rounds, dtype)
+        gc.collect()
+    write_record("optimizer", records)
 
 
 if __name__ == "__main__":

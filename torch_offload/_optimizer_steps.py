@@ -20,7 +20,6 @@ from torch_offload import _C
 from torch_offload._elementwise import NotElementwise, record
 
 _ALGORITHMS = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
-SMALLEST = 1 << 14  # elements of a parameter for which it is worth while
 
 Algorithm = Callable[..., None]
 
@@ -35,7 +34,7 @@ class _Row:
         self.operands = [value for value in tensors if value.dim() > 0]
         self.fits = (
             len(self.counts) + len(self.operands) == len(tensors)
-            and values[0].numel() >= SMALLEST
+            and values[0].numel() > 0
             and _C.ElementwiseProgram.fits(self.operands)
         )
 

@@ -1,6 +1,6 @@
 #include "aten/elementwise_program.h"
 
-#include "aten/context.h"
+#include "aten/host_work.h"
 #include "aten/tensors.h"
 
 #include <ATen/Parallel.h>
@@ -12,19 +12,6 @@
 
 namespace offload {
 namespace {
-
-// One for each Block; to write where any of its operands is written to.
-std::vector<Residency::Claim> claimsOf(const std::vector<at::Tensor>& operands, const std::vector<bool>& written) {
-  std::vector<Residency::Claim> claims;
-  for (std::size_t k = 0; k < operands.size(); ++k) {
-    if (operands[k].storage().nbytes() == 0) continue;
-    Block& block = blockOf(operands[k].storage());
-    auto claim = std::ranges::find(claims, &block, &Residency::Claim::block);
-    if (claim == claims.end()) claim = claims.insert(claim, {&block, Access::Read});
-    if (written[k]) claim->access = Access::Write;
-  }
-  return claims;
-}
 
 // Elements [begin, begin + count) of dense memory, in the order in which they lie there.
 at::Tensor pieceOf(const at::Tensor& dense, std::int64_t begin, std::int64_t count) {
@@ -75,20 +62,13 @@ void ElementwiseProgram::run(
       pieceElements, ".");
   if (operands.empty()) return;
   const std::vector<bool>& written = program->written_;
-  const auto claims = claimsOf(operands, written);
+  std::vector<HostOperand> named;
   std::vector<at::Tensor> aliases;
-  for (const at::Tensor& operand : operands) aliases.push_back(hostAlias(operand));
-  Context& context = Context::get();
-  if (context.hasCache()) {
-    auto owners = std::make_shared<std::vector<c10::DataPtr>>();
-    for (const auto& claim : claims) owners->push_back(Context::retain(*claim.block));
-    context.residency().runLater(
-        claims, [program, aliases, owners, pieceElements] { program->runPieces(aliases, pieceElements); });
-  } else {
-    std::vector<HostLease> leases;
-    for (const auto& [block, access] : claims) leases.push_back(context.lease(*block, access));
-    program->runPieces(aliases, pieceElements);
+  for (std::size_t k = 0; k < wanted; ++k) {
+    named.push_back({operands[k], written[k]});
+    aliases.push_back(hostAlias(operands[k]));
   }
+  doOnHost(named, [program, aliases = std::move(aliases), pieceElements] { program->runPieces(aliases, pieceElements); });
   for (std::size_t k = 0; k < wanted; ++k) {
     if (written[k]) operands[k].unsafeGetTensorImpl()->bump_version();
   }

@@ -1,6 +1,7 @@
 #include "aten/host_kernel.h"
 
 #include "aten/generator.h"
+#include "aten/host_update.h"
 #include "aten/tensors.h"
 
 #include <unordered_map>
@@ -68,6 +69,7 @@ void adoptShape(const at::Tensor& source, const at::Tensor& alias, const void* b
 void runOnHost(
     const c10::OperatorHandle& op, const OpTraits& traits, torch::jit::Stack& stack,
     const std::function<at::Tensor(const at::Tensor&)>& stash) {
+  if (updateOnHost(op, traits, stack)) return;
   struct Written {
     at::Tensor source;
     at::Tensor alias;

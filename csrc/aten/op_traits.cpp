@@ -220,6 +220,26 @@ bool endsWith(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
+// By Update; also as `_foreach_`.
+const std::unordered_set<std::string_view> kUpdates{"mul_", "add_", "sub_", "div_", "lerp_", "addcmul_", "addcdiv_"};
+
+bool startsWith(std::string_view& text, std::string_view start) {
+  if (!text.starts_with(start)) return false;
+  text.remove_prefix(start.size());
+  return true;
+}
+
+Update updateOf(const c10::FunctionSchema& schema) {
+  std::string_view name = schema.name();
+  if (!startsWith(name, "aten::")) return Update::None;
+  if (startsWith(name, "_fused_")) return endsWith(name, "_") ? Update::OfOptimizer : Update::None;
+  // Lists of numbers and modes of rounding may be wrong.
+  const auto& overload = schema.overload_name();
+  if (overload == "ScalarList" || overload == "Tensor_mode" || overload == "Scalar_mode") return Update::None;
+  startsWith(name, "_foreach_");
+  return kUpdates.contains(name) ? Update::OfAny : Update::None;
+}
+
 bool makesItsOwnMemory(std::string_view name) {
   return endsWith(name, "_like") || name.starts_with("aten::new_");
 }
@@ -264,6 +284,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
   });
   if (writes && !makes && !kForwardWrites.contains(schema.name())) {
     effect = Effect::InPlace;
+    update = updateOf(schema);
   } else if (kMovements.contains(schema.name())) {
     effect = Effect::Movement;
   }

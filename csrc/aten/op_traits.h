@@ -20,12 +20,20 @@ struct ArgumentTraits {
   bool hidden = false; // written though the schema doesn't say so: batch norm's running statistics
 };
 
+/// Of what changes tensors of floating-point numbers element by element, and fails on none that have one dtype and one size.
+enum class Update {
+  None, // any other operation
+  OfAny,
+  OfOptimizer, // an optimizer's step
+};
+
 struct OpTraits {
   explicit OpTraits(const c10::OperatorHandle& op);
 
   std::vector<ArgumentTraits> arguments;
   std::size_t results = 0;
   Effect effect = Effect::NewValue;
+  Update update = Update::None;
   bool composite = false; // made of operations that are intercepted too
   bool decomposes = false; // of offload operands alone its parts give what the device gives
   bool convertsDevice = false; // its Device argument says where the result lives

@@ -13,9 +13,8 @@ from helpers import CACHED, COMPUTE, OFFLOAD, SIM, assert_same, data, determinis
 from torch import nn
 
 import torch_offload
-from torch_offload import _optimizer_steps
 
-SIZE = _optimizer_steps.SMALLEST
+SIZE = 1 << 14
 # On the simulated link a job is done when somebody waits for it, or asks for all.
 LATE = SIM and os.environ.get("TORCH_OFFLOAD_HOST_JOBS", "wanted") == "wanted"
 pytestmark = [

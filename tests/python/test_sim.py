@@ -56,6 +56,8 @@ SHARING = ["writes_between_forwards", "writes_of_a_child", "writes_of_a_child_in
 REST = [
     "test_composites.py",
     "test_file_backed.py",
+    "test_host_jobs.py",
+    "test_host_updates.py",
     "test_layouts.py",
     "test_library.py",
     "test_load.py",
@@ -125,7 +127,7 @@ RUNS = {
     ),
     "a third order": (ORDER, {"TORCH_OFFLOAD_SEED": "5", "TORCH_OFFLOAD_EVICT": "1", "TORCH_OFFLOAD_BUDGET": "512"}),
     "host work by a thread": (
-        ["test_host_jobs.py", "test_optim.py", "test_optimizer_steps.py", "test_budget.py"],
+        ["test_host_jobs.py", "test_host_updates.py", "test_optim.py", "test_optimizer_steps.py", "test_budget.py"],
         {
             "TORCH_OFFLOAD_SEED": "16",
             "TORCH_OFFLOAD_HOST_JOBS": "soon",
