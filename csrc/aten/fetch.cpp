@@ -160,8 +160,11 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   return result;
 }
 
-at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf) {
-  checkDense(value);
+namespace {
+
+// By the host bytes: the device keeps nothing of it.
+at::Tensor stashOnHost(
+    const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf) {
   const auto strides =
       value.is_non_overlapping_and_dense() ? value.strides().vec() : at::infer_dense_strides(value.sizes(), value.strides());
   const Born born = isCached(computed) ? Born::Device : Born::Host;
@@ -171,6 +174,23 @@ at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device comp
   return result;
 }
 
+} // namespace
+
+at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf) {
+  checkDense(value);
+  if (!isCached(computed) || value.numel() == 0 || value._is_zerotensor()) {
+    return stashOnHost(value, home, computed, purpose, gradientOf);
+  }
+  // A copy on the device is where the next operation finds it, and one to the host would have to come back.
+  at::Tensor copy;
+  try {
+    copy = value.clone();
+  } catch (const c10::OutOfMemoryError&) {
+    return stashOnHost(value, home, computed, purpose, gradientOf);
+  }
+  return stashResult(copy, home, computed, purpose, gradientOf);
+}
+
 at::Tensor stashResult(
     const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf) {
   checkDense(value);
@@ -178,8 +198,9 @@ at::Tensor stashResult(
   const auto& storage = value.storage();
   const bool onDevice = isCached(computed);
   // Zeros that autograd made for nobody to look at have no memory.
-  if (value._is_zerotensor() || !coversItsStorage(value) || isFetched(value) || (context.hasCache() && !onDevice))
-    return stashCopy(value, home, computed, purpose, gradientOf);
+  if (value._is_zerotensor() || (context.hasCache() && !onDevice))
+    return stashOnHost(value, home, computed, purpose, gradientOf);
+  if (!coversItsStorage(value) || isFetched(value)) return stashCopy(value, home, computed, purpose, gradientOf);
   home = withIndex(home);
   c10::DataPtr data;
   if (onDevice) {
@@ -212,6 +233,12 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Devic
 bool isFetched(const at::Tensor& tensor) {
   const auto deleter = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter();
   return deleter == &deleteFetched || deleter == &deleteAliased;
+}
+
+bool isOrphan(const at::Tensor& fetched) {
+  if (fetched.use_count() != 1 || fetched.storage().use_count() != 1) return false;
+  const FetchedMemory* const memory = fetchedMemory(fetched);
+  return memory != nullptr && Context::get().residency().isOrphan(memory->pin);
 }
 
 bool useFetchedOn(const at::Tensor& tensor, Stream stream) {

@@ -38,6 +38,9 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Devic
 /// Whether a tensor's memory is that of a Slot or of a Block: then others read it too.
 bool isFetched(const at::Tensor& tensor);
 
+/// Whether nobody but the holder of a tensor that was fetched through the cache can see its memory: what it was fetched of is gone.
+bool isOrphan(const at::Tensor& fetched);
+
 /// Keeps the memory of a tensor fetched through the cache, if it has any now, for what is enqueued on `stream` until the tensor
 /// goes; false for others.
 bool useFetchedOn(const at::Tensor& tensor, Stream stream);

@@ -96,7 +96,7 @@ struct FetchBackward final : Node {
     if (sink() == nullptr && hasGaps(gradient)) gradient = cloneWithGaps(gradient);
     // A gradient that nobody else holds gives its memory away.
     if (!isSoleOwner(gradient) || torch::autograd::GradMode::is_enabled()) {
-      const BackwardScope backward(source);
+      const BackwardScope backward(becomesGradient() ? source : nullptr);
       return {callStash(gradient, home)};
     }
     return {stashResult(gradient, home, target, becomesGradient() ? Purpose::Gradient : Purpose::Temporary, source)};
@@ -121,9 +121,15 @@ struct StashBackward final : Node {
   variable_list apply(variable_list&& inputs) override {
     if (!inputs[0].defined() || !task_should_compute_output(0)) return {at::Tensor()};
     if (target.type() == kOffload) return {callStash(inputs[0], target)};
-    // A copy: autograd adds to a gradient in place, and a fetched one is everybody's.
-    const at::Tensor gradient = callFetch(inputs[0], target);
-    return {hasGaps(gradient) ? cloneWithGaps(gradient) : gradient.clone()};
+    at::Tensor gradient = callFetch(inputs[0], target);
+    if (hasGaps(gradient)) return {cloneWithGaps(gradient)};
+    // Autograd adds to a gradient in place, or keeps it, and a fetched one is everybody's: a copy, unless the tensor goes here.
+    inputs.clear();
+    const bool passesOn = !tracing() && !at::GradMode::is_enabled() && !leadsToLeaf();
+    return {passesOn && isOrphan(gradient) ? gradient : gradient.clone()};
+  }
+  bool leadsToLeaf() const {
+    return dynamic_cast<const torch::autograd::AccumulateGrad*>(next_edge(0).function.get()) != nullptr;
   }
   std::string name() const override {
     return "StashBackward";
@@ -172,10 +178,16 @@ void recordStash(const at::Tensor& input, const at::Tensor& result, c10::Device 
   torch::autograd::set_history(result, node);
 }
 
+// On the simulated link CPU tensors play CUDA's part.
+c10::Device computedOn(const at::Tensor& result, c10::Device home) {
+  if (result.device().type() == kOffload) return c10::Device(c10::kCPU);
+  const bool simulated = result.is_cpu() && Context::get().backend() == Backend::Sim;
+  return simulated ? pairedDevice(withIndex(home).index()) : result.device();
+}
+
 at::Tensor stashPlain(const at::Tensor& self, c10::Device home) {
   TORCH_CHECK(home.type() == kOffload, "offload: a result is stashed on an offload device, and not on ", home, ".");
-  const c10::Device computed = self.device().type() == kOffload ? c10::Device(c10::kCPU) : self.device();
-  return stashCopy(self, home, computed, purposeOfResult(), madeGradient.of);
+  return stashCopy(self, home, computedOn(self, home), purposeOfResult(), madeGradient.of);
 }
 
 // As a compiled graph calls it, whose kernels are made for addresses that are multiples of `alignment`.
@@ -192,8 +204,7 @@ at::Tensor fetchAligned(const at::Tensor& self, c10::Device target, std::int64_t
 at::Tensor givePlain(const at::Tensor& self, c10::Device home) {
   TORCH_CHECK(home.type() == kOffload, "offload: a result is given to an offload device, and not to ", home, ".");
   if (!self.is_non_overlapping_and_dense()) return stashPlain(self, home); // with the strides of a copy, as was traced
-  const bool simulated = Context::get().backend() == Backend::Sim;
-  return stashResult(self, home, simulated ? pairedDevice(withIndex(home).index()) : self.device(), purposeOfResult());
+  return stashResult(self, home, computedOn(self, home), purposeOfResult());
 }
 
 void writePlain(const at::Tensor& self, const at::Tensor& value) {

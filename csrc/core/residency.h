@@ -106,6 +106,9 @@ class Residency {
   /// is not for use: nothing waits for the copy.
   Pin fetchAhead(Block& block, Extent extent, Stream stream);
 
+  /// Whether the Pin's memory is nobody's but its own: the Block is gone, and there is no other Pin.
+  bool isOrphan(const Pin& pin);
+
   /// The Block that the Pin's bytes are the newest of, and one more of its owners; null where it was written to since, or is gone.
   Block* retainSource(const Pin& pin);
 

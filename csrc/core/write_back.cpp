@@ -147,6 +147,11 @@ void Residency::bringHome(const Pin& pin, Stream producer) {
   if (slot->block == block && block->version == before + 1) slot->version = block->version;
 }
 
+bool Residency::isOrphan(const Pin& pin) {
+  const Lock lock(mutex_);
+  return pin.slot_ && pin.slot_->block == nullptr && pin.slot_->pins == 1;
+}
+
 Block* Residency::retainSource(const Pin& pin) {
   Lock lock(mutex_);
   const auto& slot = pin.slot_;
@@ -248,10 +253,10 @@ std::shared_ptr<Slot> Residency::dirtyOf(const Block& block) const {
 // Note [When a gradient goes home]
 // The optimizer reads it on the host once all micro-batches have added to it. Sent home at each of them, most trips are for
 // nothing; sent home when the optimizer asks, none overlaps with the backward pass. So it goes at the addition that was the last one
-// before the host read this parameter's gradient last time: a weight that is used twice has one more. Other results stay until their
-// room is wanted or the host asks: most never have to go.
+// before the host read this parameter's gradient last time: a weight that is used twice has one more. Other results, gradients of
+// activations among them, stay until their room is wanted or the host asks: most never have to go.
 bool Residency::isLastWrite(const Block& block) const {
-  if (block.purpose != Purpose::Gradient) return false;
+  if (block.purpose != Purpose::Gradient || block.gradientOf == nullptr) return false;
   const auto known = writesOfGradients_.find(block.gradientOf);
   return block.adoptions >= (known == writesOfGradients_.end() ? 1 : known->second);
 }

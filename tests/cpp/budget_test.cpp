@@ -68,6 +68,7 @@ class Budget : public ::testing::Test {
   Rig::BlockPtr newGradient() {
     auto block = rig_->newBlock(kBytes);
     block->purpose = Purpose::Gradient;
+    block->gradientOf = this; // a name
     return block;
   }
 
@@ -259,6 +260,14 @@ TEST_F(Budget, WithoutOneResultsGoHomeAtOnce) {
   adopt(*block, 1);
   EXPECT_EQ(home(), kBytes);
   EXPECT_EQ(rig_->cache.stats(0).dirtyBytes, 0U);
+}
+
+TEST_F(Budget, TheGradientOfAnActivationStays) {
+  make(8 * kBytes, 1);
+  const auto block = newGradient();
+  block->gradientOf = nullptr;
+  adopt(*block, 1);
+  EXPECT_EQ(home(), 0U) << "no host asks for it";
 }
 
 TEST_F(Budget, AGradientGoesHomeAtItsLastAddition) {

@@ -113,10 +113,10 @@ const std::vector<Scenario>& scenarios() {
        onTwoDevices},
       {"a read of a result", adopt, [](Faulty& on) { on.rig.read(*on.one); }, withBudget},
       {"a write over a result", adopt, write, withBudget},
-      {"a gradient goes home", [](Faulty& on) { on.one->purpose = Purpose::Gradient; }, adopt, withBudget},
+      {"a gradient goes home", [](Faulty& on) { on.becomesGradient(); }, adopt, withBudget},
       {"a gradient's second part goes home",
        [](Faulty& on) {
-         on.one->purpose = Purpose::Gradient;
+         on.becomesGradient();
          adopt(on);
          adopt(on);
          on.rig.read(*on.one);

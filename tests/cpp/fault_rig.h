@@ -31,6 +31,11 @@ struct Faulty {
     return values.back();
   }
 
+  void becomesGradient() {
+    one->purpose = Purpose::Gradient;
+    one->gradientOf = two->data;
+  }
+
   Rig rig;
   Stream stream = rig.sim.createStream(0);
   Stream other = rig.sim.createStream(rig.sim.deviceCount() - 1);

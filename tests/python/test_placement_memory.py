@@ -1,5 +1,6 @@
 """Where a value is born and where work on it is done, as seen in the bytes that cross the link."""
 
+import copy
 import warnings
 
 import pytest
@@ -60,6 +61,40 @@ def test_what_was_computed_stays_on_the_device(in_place):
 
 
 @pytest.mark.skipif(HOST, reason="there is no other place to be born")
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return x + h * torch.sigmoid(h)
+
+
+@pytest.mark.skipif(HOST, reason="there is no link")
+def test_a_model_fed_with_offload_tensors_sends_the_gradients_of_its_parameters_alone():
+    """What its operations pass on, gradients that several of them share too, stays where it was made."""
+    plain = nn.Sequential(*(Residual() for _ in range(4))).to(COMPUTE)
+    net = copy.deepcopy(plain).to(OFFLOAD)
+    x = at(COMPUTE, 8, 64)
+    fed = x.to(OFFLOAD)
+    for step in range(3):
+        for model, given in ((plain, x), (net, fed)):
+            model.zero_grad()
+            torch_offload.synchronize()
+            before = torch_offload.memory_stats()
+            model(given).mul(2).sum().backward()
+            torch_offload.synchronize()
+        after = torch_offload.memory_stats()
+        if step > 0 and torch_offload.get_budget() > 2**20:
+            parameters = sum(p.nbytes for p in net.parameters())
+            assert after["link.bytes_to_host"] - before["link.bytes_to_host"] == parameters
+            # The gradient that backward begins with is one number.
+            assert after["link.bytes_to_device"] - before["link.bytes_to_device"] <= 16
+        for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert_same(ours.grad.cpu(), theirs.grad.cpu())
+
+
 def test_movement_of_host_born_stays_on_the_host():
     a = at(OFFLOAD, 64, 64)
     torch_offload.synchronize()
