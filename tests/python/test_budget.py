@@ -26,9 +26,11 @@ def nothing_else_is_cached():
 
 
 def moved(action):
-    """Bytes to the device and home that ``action()`` makes."""
+    """Bytes to the device and home that ``action()`` makes; what the host still has to do for it belongs to it."""
+    torch_offload.synchronize()
     before = torch_offload.memory_stats()
     action()
+    torch_offload.synchronize()
     after = torch_offload.memory_stats()
     return tuple(after[key] - before[key] for key in ("link.bytes_to_device", "link.bytes_to_host"))
 
