@@ -2,7 +2,7 @@
 """Writes docs/operators.md from the records of whole runs over PyTorch's op database.
 
 make opinfo                                          # writes build/opinfo/*.json
-tools/operators_table.py build/opinfo/*.json
+tools/operators_table.py build/opinfo/*.json         # parts of a run (pytest --part K/N) are put together
 tools/operators_table.py                             # the list of what differs alone; the tables stay
 """
 
@@ -93,16 +93,28 @@ def exceptions() -> str:
     return "\n".join(lines) + "\n"
 
 
+def merged(names: list[str]) -> list[dict]:
+    """One record for each torch and device."""
+    records: dict[tuple[str, str], dict] = {}
+    for name in names:
+        record = json.loads(Path(name).read_text())
+        if not record["whole"]:
+            sys.exit(f"{__doc__}\n{name} is not of a whole run")
+        known = records.setdefault((record["torch"], record["device"]), record)
+        known["entries"] |= record["entries"]
+    for (version, device), record in records.items():
+        if len(record["entries"]) != record["of"]:
+            sys.exit(f"torch {version}, {device}: {len(record['entries'])} of {record['of']} entries were looked at")
+    return list(records.values())
+
+
 def main() -> None:
     page = ROOT / "docs/operators.md"
     if len(sys.argv) == 1:
         tables, _, _ = page.read_text().partition(TITLE_OF_LIST)
         page.write_text(tables + exceptions())
         return
-    records = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
-    partial = [name for name, record in zip(sys.argv[1:], records, strict=True) if not record["whole"]]
-    if partial:
-        sys.exit(f"{__doc__}\nnot of a whole run: {partial}")
+    records = merged(sys.argv[1:])
     records.sort(key=lambda record: (not record["gpu"], record["torch"]))
     page.write_text("\n".join([HEAD.rstrip("\n") + "\n", *map(table, records), exceptions()]))
 

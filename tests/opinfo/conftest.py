@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("opinfo", "PyTorch's op database")
     group.addoption("--whole", action="store_true", help="all samples of every entry, not the smallest few")
     group.addoption("--record", type=Path, help="write what was found to this file")
+    group.addoption("--part", default="1/1", help="of every N entries the K-th alone: K/N", metavar="K/N")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,7 +36,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "entry_name" in metafunc.fixturenames:
-        metafunc.parametrize("entry_name", metafunc.config.opinfo_pool.names())
+        part, parts = map(int, metafunc.config.getoption("--part").split("/"))
+        metafunc.parametrize("entry_name", metafunc.config.opinfo_pool.names()[part - 1 :: parts])
 
 
 @pytest.fixture(scope="session")
@@ -61,5 +63,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     device = torch.cuda.get_device_name() if GPU else f"CPU, link {link()}"
     whole = session.config.getoption("--whole")
     record = {"torch": torch.__version__, "device": device, "gpu": GPU, "whole": whole, "entries": answers}
+    record["of"] = len(session.config.opinfo_pool.names())
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=1) + "\n")
