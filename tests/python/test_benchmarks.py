@@ -24,6 +24,7 @@ NAMES = [
     "memory",
     "optimizer",
     "overhead",
+    "placement",
     "residency",
     "training",
 ]
