@@ -45,6 +45,7 @@ def check(snapshot: dict[str, Any]) -> None:
 
 
 def test_segments_are_what_is_reserved():
+    gc.collect()
     tensor = torch.empty(100_000, dtype=torch.uint8, device=OFFLOAD)
     torch.offload.synchronize()
     snapshot = _snapshot()
