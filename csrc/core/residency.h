@@ -133,8 +133,8 @@ class Residency {
     Access access;
   };
   /// Has `work` done on host bytes as under leases of these Blocks, each of which is named once: at once or later, by Note [Host jobs].
-  /// Waits for other such work on them alone. `work` keeps the Blocks alive, and neither calls this library nor takes the GIL; what it
-  /// throws the next fetch, lease or drain does.
+  /// Where anybody has a lease on one, or it is Shared, that is at once. `work` keeps the Blocks alive, and neither calls this library
+  /// nor takes the GIL; what it throws later the next fetch, lease or drain does.
   void runLater(std::vector<Claim> claims, std::function<void()> work);
 
   /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where

@@ -27,10 +27,12 @@ void Residency::runLater(std::vector<Claim> claims, std::function<void()> work) 
   if (claim(claims, job, *after)) return;
   jobs_.drain(); // of those on the same Blocks that came before
   job.run();
+  hostErrors_.raise();
 }
 
 // All of them at once, or two threads could each wait for what the other has claimed; and with the job, for whoever waits for it to
 // find. While a Block is claimed nobody else copies it, so what the claim before has waited for is all that there is to wait for.
+// Who holds a lease, or shares the bytes from another process, sees them without asking: for him it must be done at once.
 bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after) {
   Lock lock(mutex_);
   for (bool changed = true; changed;) {
@@ -47,7 +49,9 @@ bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std:
       }
     }
   }
+  bool seen = false;
   for (const auto& [block, access] : claims) {
+    seen = seen || block->leases > 0 || block->shared;
     expectRead(*block);
     block->writers.appendTo(after);
     if (access == Access::Write) block->readers.appendTo(after);
@@ -58,7 +62,7 @@ bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std:
     ++block->issuing;
     ++block->claims;
   }
-  return jobs_.submit(job);
+  return !seen && jobs_.submit(job);
 }
 
 void Residency::runJob(

@@ -111,6 +111,21 @@ def test_a_fetch_waits_for_its_own_update():
     assert pending() == 0
 
 
+def test_what_other_processes_see_is_done_at_once():
+    leaves = [nn.Parameter(torch.ones(SIZE).to(OFFLOAD)) for _ in range(2)]
+    leaves[0].share_memory_()
+    for leaf in leaves:
+        leaf.grad = torch.ones(SIZE).to(OFFLOAD)
+    optimizer = torch.optim.SGD(leaves, lr=0.5)
+    optimizer.step()
+    optimizer.step()
+    assert pending() <= 2, "those of the parameter that nobody shares"
+    leaves[1].detach().cpu()
+    assert pending() == 0
+    for leaf in leaves:
+        assert_same(leaf.detach().cpu(), torch.zeros(SIZE))
+
+
 def test_the_gradient_is_the_one_that_there_was():
     """What changes or frees it after the step is no concern of the step's."""
     for change in (
