@@ -1,7 +1,12 @@
 """What every test shares: tests marked ``gpu`` are skipped where there is none."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from helpers import pending_jobs
+
+import torch_offload
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -11,3 +16,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """No test before has left the host anything to do, and this one leaves nothing that is never done."""
+    torch_offload.synchronize()
+    yield
+    torch_offload.synchronize()
+    assert pending_jobs() == 0

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-import torch_offload  # noqa: F401 - makes the device
+import torch_offload
 
 GPU = torch.cuda.is_available()
 SIM = os.environ.get("TORCH_OFFLOAD_LINK") == "sim"
 HOST = not GPU and not SIM
 CACHED = not HOST  # fetches go through a cache
+# On the simulated link a job of the host is done when somebody waits for it, or asks for all.
+LATE = SIM and os.environ.get("TORCH_OFFLOAD_HOST_JOBS", "wanted") == "wanted"
 
 OFFLOAD = torch.device("offload")
 CPU = torch.device("cpu")
@@ -51,6 +53,11 @@ def assert_same(actual: Any, expected: Any, where: str = "result") -> None:
             assert_same(actual[k], value, f"{where}[{k}]")
     else:
         assert actual == expected, f"{where}: {actual} and not {expected}"
+
+
+def pending_jobs() -> int:
+    """How many jobs of the host are not done yet."""
+    return torch_offload.memory_stats().get("host_jobs.pending", 0)
 
 
 @contextlib.contextmanager

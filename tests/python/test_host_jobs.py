@@ -9,22 +9,17 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CACHED, COMPUTE, OFFLOAD, SIM, assert_same, data, deterministic, layers, passes
+from helpers import CACHED, COMPUTE, LATE, OFFLOAD, assert_same, data, deterministic, layers, passes, pending_jobs
 from torch import nn
 
 import torch_offload
 
 SIZE = 1 << 14
-# On the simulated link a job is done when somebody waits for it, or asks for all.
-LATE = SIM and os.environ.get("TORCH_OFFLOAD_HOST_JOBS", "wanted") == "wanted"
 pytestmark = [
+    pytest.mark.usefixtures("nothing_is_left"),
     pytest.mark.skipif(not CACHED, reason="there is no device to give work meanwhile"),
     pytest.mark.skipif(os.environ.get("TORCH_OFFLOAD_HOST_JOBS") == "now", reason="nothing is done later"),
 ]
-
-
-def pending():
-    return torch_offload.memory_stats()["host_jobs.pending"]
 
 
 def stepped(count=1):
@@ -36,14 +31,6 @@ def stepped(count=1):
     optimizer = torch.optim.SGD(leaves, lr=0.5)
     optimizer.step()
     return leaves, optimizer
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    torch_offload.synchronize()
-    yield
-    torch_offload.synchronize()
-    assert pending() == 0
 
 
 def saved(leaf):
@@ -94,9 +81,9 @@ READS = {
 def test_a_read_after_a_step(read):
     (leaf,), _ = stepped()
     if LATE:
-        assert pending() == 1
+        assert pending_jobs() == 1
     value = READS[read](leaf)
-    assert pending() == 0 or not LATE
+    assert pending_jobs() == 0 or not LATE
     assert_same(value.detach().cpu(), torch.full((SIZE,), 0.5))
     assert_same(leaf.detach().cpu(), torch.full((SIZE,), 0.5))
 
@@ -104,11 +91,11 @@ def test_a_read_after_a_step(read):
 @pytest.mark.skipif(not LATE, reason="a thread does them")
 def test_a_fetch_waits_for_its_own_update():
     leaves, _ = stepped(4)
-    assert pending() == 4
+    assert pending_jobs() == 4
     assert (leaves[2].to(COMPUTE) == 0.5).all()
-    assert pending() == 3
+    assert pending_jobs() == 3
     torch_offload.synchronize()
-    assert pending() == 0
+    assert pending_jobs() == 0
 
 
 def test_what_other_processes_see_is_done_at_once():
@@ -119,9 +106,9 @@ def test_what_other_processes_see_is_done_at_once():
     optimizer = torch.optim.SGD(leaves, lr=0.5)
     optimizer.step()
     optimizer.step()
-    assert pending() <= 2, "those of the parameter that nobody shares"
+    assert pending_jobs() <= 2, "those of the parameter that nobody shares"
     leaves[1].detach().cpu()
-    assert pending() == 0
+    assert pending_jobs() == 0
     for leaf in leaves:
         assert_same(leaf.detach().cpu(), torch.zeros(SIZE))
 

@@ -1,34 +1,21 @@
 """Updates of large host tensors, by themselves, in lists and by fused optimizers: done while the program goes on."""
 
 import copy
-import os
 
 import pytest
 import torch
-from helpers import CACHED, COMPUTE, OFFLOAD, SIM, assert_same, data, layers
+from helpers import CACHED, COMPUTE, LATE, OFFLOAD, assert_same, data, layers, pending_jobs
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torch_offload
 
 SIZE = 1 << 18  # elements of fp32 that are a MiB
-LATE = SIM and os.environ.get("TORCH_OFFLOAD_HOST_JOBS", "wanted") == "wanted"
-
-
-def pending():
-    return torch_offload.memory_stats().get("host_jobs.pending", 0)
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def submitted():
     return torch_offload.memory_stats().get("host_jobs.submitted", 0)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    torch_offload.synchronize()
-    yield
-    torch_offload.synchronize()
-    assert pending() == 0
 
 
 ONE = {
@@ -80,7 +67,7 @@ def test_one(update, dtype):
     if CACHED:
         assert submitted() == count + 1
     if LATE:
-        assert pending() == 1
+        assert pending_jobs() == 1
     assert result is ours[0]
     assert [new - old for new, old in zip(versions(ours), mine, strict=True)] == [
         new - old for new, old in zip(versions(truth), before, strict=True)
@@ -102,7 +89,7 @@ def test_lists(update):
     LISTS[update](*truth)
     LISTS[update](*ours)
     if LATE:
-        assert pending() == 4
+        assert pending_jobs() == 4
     for row, old, other, old_other in zip(ours, mine, truth, before, strict=True):
         assert [new - was for new, was in zip(versions(row), old, strict=True)] == [
             new - was for new, was in zip(versions(other), old_other, strict=True)
@@ -120,9 +107,39 @@ def test_updates_on_end_wait_for_nobody():
         b.lerp_(c, 0.5)
         a.addcmul_(b, c)
     if LATE:
-        assert pending() == 4
+        assert pending_jobs() == 4
     for tensor, other in zip(ours, truth, strict=True):
         assert_same(tensor.to(COMPUTE).cpu(), other)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_within_a_mode_that_the_thread_is_not_in(mode):
+    with mode():
+        truth = operands(torch.float32)
+        ours = [tensor.to(OFFLOAD) for tensor in truth]
+        for a, b, c in (truth, ours):
+            a.mul_(0.9)
+            torch._foreach_addcmul_([a], [b], [c], 0.5)
+        assert not LATE or pending_jobs() == 2
+    for tensor, other in zip(ours, truth, strict=True):
+        assert_same(tensor.cpu(), other)
+
+
+def test_history_of_an_update():
+    """Autograd records it when it is called, and what it has saved of the operands is what they are by then."""
+
+    def run(place):
+        a, b, c = (tensor.to(place) for tensor in operands(torch.float32))
+        b.requires_grad_()
+        c.requires_grad_()
+        y = a * 1
+        y.mul_(b).addcmul_(b, c)
+        a.mul_(2)
+        y.sum().backward()
+        return [y.detach(), b.grad, c.grad, a]
+
+    for ours, truth in zip(run(OFFLOAD), run(COMPUTE), strict=True):
+        assert_same(ours.cpu(), truth.cpu())
 
 
 AT_ONCE = {
@@ -147,7 +164,7 @@ def test_what_is_done_at_once(update):
     ours = [tensor.to(OFFLOAD) for tensor in truth]
     AT_ONCE[update](*truth)
     AT_ONCE[update](*ours)
-    assert pending() == 0
+    assert pending_jobs() == 0
     for tensor, other in zip(ours, truth, strict=True):
         assert_same(tensor.cpu(), other.cpu())
 
@@ -172,7 +189,7 @@ def test_mistakes_are_told_at_once(wrong):
     ours = data(SIZE).to(OFFLOAD)
     with pytest.raises((RuntimeError, TypeError)):
         WRONG[wrong](ours)
-    assert pending() == 0
+    assert pending_jobs() == 0
     assert_same(ours.detach().cpu(), data(SIZE).cpu())
 
 
@@ -222,7 +239,7 @@ def test_fused_optimizers(algorithm):
             if isinstance(optimizer.param_groups[0]["lr"], torch.Tensor):
                 optimizer.param_groups[0]["lr"].mul_(0.5)
         # Adagrad's says that it writes to the counts of steps.
-        assert place == "cpu" or not LATE or pending() == (0 if algorithm == "Adagrad" else 9)
+        assert place == "cpu" or not LATE or pending_jobs() == (0 if algorithm == "Adagrad" else 9)
         states = [
             value for leaf in leaves for value in optimizer.state[leaf].values() if isinstance(value, torch.Tensor)
         ]
