@@ -85,8 +85,11 @@ def record(code: Callable[[list[Tensor]], None], operands: Sequence[Tensor]) -> 
 
     Raises:
         NotElementwise: where an operation is none that does the same to each element by itself.
+        RuntimeError: where an operation fails on the CPU whatever the values are.
     """
     stand_ins = [torch.empty(1, dtype=operand.dtype, device="meta") for operand in operands]
     with torch.no_grad(), _Recorder(stand_ins) as recorder:
         code(stand_ins)
-    return _C.ElementwiseProgram(len(stand_ins), recorder.temporaries, recorder.steps)
+    program = _C.ElementwiseProgram(len(stand_ins), recorder.temporaries, recorder.steps)
+    program.try_out([operand.dtype for operand in operands])
+    return program

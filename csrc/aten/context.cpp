@@ -57,6 +57,14 @@ std::size_t defaultRingBytes(Backend backend) {
   return std::clamp<std::size_t>(cuda::totalMemory() / 16, std::size_t{64} << 20, most);
 }
 
+void refuseFork() {
+  TORCH_CHECK(
+      !forkedAfterUse.load(std::memory_order_relaxed),
+      "offload: this process was forked from one that had already used offload tensors, and page-locked memory and CUDA do "
+      "not survive a fork. Start workers with multiprocessing's \"spawn\" or \"forkserver\" method, or fork before the "
+      "first use.");
+}
+
 std::optional<HostJobs::When> environmentJobs() {
   const char* text = std::getenv("TORCH_OFFLOAD_HOST_JOBS");
   if (text == nullptr || *text == '\0') return std::nullopt;
@@ -92,11 +100,7 @@ Settings Settings::fromEnvironment() {
 }
 
 Context& Context::get() {
-  TORCH_CHECK(
-      !forkedAfterUse.load(std::memory_order_relaxed),
-      "offload: this process was forked from one that had already used offload tensors, and page-locked memory and CUDA do "
-      "not survive a fork. Start workers with multiprocessing's \"spawn\" or \"forkserver\" method, or fork before the "
-      "first use.");
+  refuseFork();
   static Context* instance = [] {
     auto* created = new Context(Settings::fromEnvironment());
     theContext.store(created, std::memory_order_release);
@@ -194,18 +198,25 @@ Stream Context::currentStream(c10::DeviceIndex index) const {
   return {index, nullptr};
 }
 
+HostRange Context::allocate(std::size_t bytes, bool locked) {
+  try {
+    return arena_->allocate(bytes, locked);
+  } catch (const OutOfMemory& error) {
+    const bool keeps = residency_ && residency_->hostJobStats().pending > 0;
+    TORCH_CHECK_WITH(OutOfMemoryError, keeps, error.what());
+  }
+  residency_->finishJobs(); // which may hold memory that nobody else does
+  return allocate(bytes, locked);
+}
+
 c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born born, Purpose purpose, bool locked) {
   const c10::Device device(kOffload, index);
   if (bytes == 0) return {nullptr, device};
   TORCH_CHECK(
       bytes <= PTRDIFF_MAX, "offload: a storage of ", static_cast<std::ptrdiff_t>(bytes),
       " bytes was asked for; give 0 or more.");
-  HostRange range;
-  try {
-    range = arena_->allocate(bytes, locked);
-  } catch (const OutOfMemory& error) {
-    TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
-  }
+  if (residency_) residency_->limitJobs(bytes);
+  const HostRange range = allocate(bytes, locked);
   auto* block = new Block(range.data, bytes, range.pinned ? BlockKind::Pinned : BlockKind::Pageable, born, index);
   block->purpose = purpose;
   return listed(block);
@@ -293,7 +304,13 @@ HostLease Context::lease(Block& block, Access access) const {
 }
 
 void Context::drain(bool close) const {
-  if (residency_) residency_->drain(close);
+  if (!residency_) return;
+  if (forkedAfterUse.load(std::memory_order_relaxed)) {
+    // A child has none of the threads, and what they had to do is the parent's affair.
+    if (close) return;
+    refuseFork();
+  }
+  residency_->drain(close);
 }
 
 c10::DeviceIndex deviceCount() noexcept {

@@ -132,6 +132,7 @@ class Context {
 
  private:
   explicit Context(const Settings& settings);
+  HostRange allocate(std::size_t bytes, bool locked);
   c10::DataPtr listed(Block* block);
   static void deleteBlock(void* context) noexcept;
 

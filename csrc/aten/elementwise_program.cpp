@@ -7,6 +7,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -43,12 +44,26 @@ ElementwiseProgram::ElementwiseProgram(
   }
 }
 
+namespace {
+
+bool overlap(const at::Tensor& one, const at::Tensor& other) {
+  if (!one.is_alias_of(other)) return false;
+  const Extent a = extentOf(one);
+  const Extent b = extentOf(other);
+  return a.begin < b.end && b.begin < a.end;
+}
+
+} // namespace
+
 bool ElementwiseProgram::fits(const std::vector<at::Tensor>& operands) {
   return std::all_of(operands.begin(), operands.end(), [&operands](const at::Tensor& operand) {
     const at::Tensor& first = operands.front();
     return isOffload(operand) && operand.layout() == c10::kStrided && operand.has_storage() && !operand.is_conj() &&
         !operand.is_neg() && !operand.unsafeGetTensorImpl()->is_python_dispatch() && operand.sizes() == first.sizes() &&
-        operand.strides() == first.strides() && operand.is_non_overlapping_and_dense();
+        operand.strides() == first.strides() && operand.is_non_overlapping_and_dense() &&
+        std::none_of(operands.begin(), operands.end(), [&operand](const at::Tensor& other) {
+             return &other != &operand && overlap(operand, other);
+           });
   });
 }
 
@@ -72,6 +87,12 @@ void ElementwiseProgram::run(
   for (std::size_t k = 0; k < wanted; ++k) {
     if (written[k]) operands[k].unsafeGetTensorImpl()->bump_version();
   }
+}
+
+void ElementwiseProgram::tryOut(const std::vector<c10::ScalarType>& types) const {
+  std::vector<at::Tensor> operands;
+  for (const c10::ScalarType type : types) operands.push_back(at::zeros({1}, type));
+  runPieces(operands, 1);
 }
 
 void ElementwiseProgram::runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const {

@@ -31,12 +31,16 @@ class ElementwiseProgram {
  public:
   ElementwiseProgram(std::size_t operands, std::vector<c10::ScalarType> temporaries, std::vector<ElementwiseStep> steps);
 
-  /// Whether all are offload tensors of one size and strides, dense and without overlap.
+  /// Whether all are offload tensors of one size and strides, dense and without overlap, with each other too.
   static bool fits(const std::vector<at::Tensor>& operands);
   /// Runs the steps on tensors that fit, on the host bytes in place, by all of PyTorch's threads: at once, or later where
   /// Note [Host jobs] lets it. Bumps the versions of what is written to.
   static void run(
       std::shared_ptr<const ElementwiseProgram> program, const std::vector<at::Tensor>& operands, std::int64_t pieceElements);
+
+  /// Runs the steps on an element of each operand's dtype, which throws what they throw whatever the values: of a number that
+  /// the dtype doesn't hold, say.
+  void tryOut(const std::vector<c10::ScalarType>& types) const;
 
   /// Elements of a piece that, with a few operands of four bytes, a core's own cache holds.
   static constexpr std::int64_t kPieceElements = std::int64_t{1} << 14;

@@ -235,10 +235,19 @@ bool isFetched(const at::Tensor& tensor) {
   return deleter == &deleteFetched || deleter == &deleteAliased;
 }
 
-bool isOrphan(const at::Tensor& fetched) {
-  if (fetched.use_count() != 1 || fetched.storage().use_count() != 1) return false;
-  const FetchedMemory* const memory = fetchedMemory(fetched);
-  return memory != nullptr && Context::get().residency().isOrphan(memory->pin);
+at::Tensor takeBack(const at::Tensor& fetched) {
+  FetchedMemory* const memory = fetchedMemory(fetched);
+  if (memory == nullptr || !memory->pin || fetched.use_count() != 1 || fetched.storage().use_count() != 1) return {};
+  const auto* const begin = static_cast<const std::byte*>(memory->pin.data());
+  const Context& context = Context::get();
+  const auto index = static_cast<c10::DeviceIndex>(memory->pin.device());
+  auto owner = context.residency().takeBack(memory->pin, context.currentStream(index));
+  if (!owner) return {};
+  const c10::Storage storage = *static_cast<const c10::Storage*>(owner.get()); // see keep()
+  owner = nullptr;
+  const auto shift = (begin - static_cast<const std::byte*>(storage.data())) / fetched.element_size();
+  auto result = tensorOver(storage, fetched.device().type(), fetched, fetched.storage_offset() + shift);
+  return storage.use_count() == 2 ? result : result.clone(); // or somebody has kept it since it was made
 }
 
 bool useFetchedOn(const at::Tensor& tensor, Stream stream) {

@@ -38,8 +38,9 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Devic
 /// Whether a tensor's memory is that of a Slot or of a Block: then others read it too.
 bool isFetched(const at::Tensor& tensor);
 
-/// Whether nobody but the holder of a tensor that was fetched through the cache can see its memory: what it was fetched of is gone.
-bool isOrphan(const at::Tensor& fetched);
+/// The memory of a fetched tensor as one of PyTorch's own, which anybody may write to, where it was a result's, and the offload tensor is
+/// gone and nobody else uses it; the fetched one is then good for nothing. Otherwise an undefined tensor.
+at::Tensor takeBack(const at::Tensor& fetched);
 
 /// Keeps the memory of a tensor fetched through the cache, if it has any now, for what is enqueued on `stream` until the tensor
 /// goes; false for others.

@@ -7,6 +7,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <utility>
 
 namespace offload {
@@ -66,10 +68,19 @@ bool isWrapped(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-bool takesNumbers(const c10::FunctionSchema& schema, const Stack& arguments) {
+// Numbers that the dtype holds: of others PyTorch says that they overflow.
+bool holds(at::ScalarType type, const c10::IValue& number) {
+  if (!number.isInt() && !number.isDouble()) return false;
+  double most = std::numeric_limits<double>::max();
+  if (type == at::kFloat) most = std::numeric_limits<float>::max();
+  if (type == at::kHalf) most = std::numeric_limits<c10::Half>::max();
+  if (type == at::kBFloat16) most = std::numeric_limits<c10::BFloat16>::max();
+  return std::abs(number.toScalar().toDouble()) <= most;
+}
+
+bool takesNumbers(const c10::FunctionSchema& schema, const Stack& arguments, at::ScalarType type) {
   for (std::size_t k = 0; k < arguments.size(); ++k) {
-    const bool number = schema.arguments()[k].type()->kind() == c10::TypeKind::NumberType;
-    if (number && !arguments[k].isInt() && !arguments[k].isDouble()) return false;
+    if (schema.arguments()[k].type()->kind() == c10::TypeKind::NumberType && !holds(type, arguments[k])) return false;
   }
   return true;
 }
@@ -79,16 +90,15 @@ bool isCommon(at::ScalarType type) {
 }
 
 /// Whether it can't fail: tensors of one floating-point dtype, one size and one order of elements, each of its own memory, and
-/// real numbers.
+/// numbers that the dtype holds.
 bool isSafe(const c10::OperatorHandle& op, const OpTraits& traits, Call& call) {
   std::vector<at::Tensor> tensors;
-  bool safe = takesNumbers(op.schema(), call.arguments);
+  bool safe = true;
   replaceTensors(traits, call.arguments, [&](const at::Tensor& tensor, const ArgumentTraits& argument) {
     if (!argument.written && isNumber(tensor)) {
       safe = safe && (isWrapped(tensor) || traits.update == Update::OfOptimizer);
     } else {
-      safe = safe && isOffload(tensor) &&
-          !std::ranges::any_of(tensors, [&](const auto& other) { return other.is_alias_of(tensor); });
+      safe = safe && isOffload(tensor);
       tensors.push_back(tensor);
       call.operands.push_back({tensor, argument.written});
     }
@@ -96,7 +106,7 @@ bool isSafe(const c10::OperatorHandle& op, const OpTraits& traits, Call& call) {
   });
   if (!safe || tensors.empty()) return false;
   const auto type = tensors.front().scalar_type();
-  return isCommon(type) && ElementwiseProgram::fits(tensors) &&
+  return isCommon(type) && takesNumbers(op.schema(), call.arguments, type) && ElementwiseProgram::fits(tensors) &&
       std::ranges::all_of(tensors, [type](const auto& tensor) { return tensor.scalar_type() == type; });
 }
 
@@ -114,7 +124,7 @@ bool updateOnHost(const c10::OperatorHandle& op, const OpTraits& traits, Stack& 
     calls.push_back({std::move(arguments), {}});
     if (!isSafe(op, traits, calls.back())) return false;
   }
-  if (traits.update == Update::OfAny && std::ranges::none_of(calls, isLarge)) return false;
+  if (calls.empty() || (traits.update == Update::OfAny && std::ranges::none_of(calls, isLarge))) return false;
   for (Call& call : calls) {
     replaceTensors(traits, call.arguments, [](const at::Tensor& tensor, const ArgumentTraits& argument) {
       return argument.written || !isNumber(tensor) ? hostAlias(tensor) : isWrapped(tensor) ? tensor : numberOf(tensor);

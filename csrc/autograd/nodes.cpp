@@ -125,11 +125,9 @@ struct StashBackward final : Node {
     if (hasGaps(gradient)) return {cloneWithGaps(gradient)};
     // Autograd adds to a gradient in place, or keeps it, and a fetched one is everybody's: a copy, unless the tensor goes here.
     inputs.clear();
-    const bool passesOn = !tracing() && !at::GradMode::is_enabled() && !leadsToLeaf();
-    return {passesOn && isOrphan(gradient) ? gradient : gradient.clone()};
-  }
-  bool leadsToLeaf() const {
-    return dynamic_cast<const torch::autograd::AccumulateGrad*>(next_edge(0).function.get()) != nullptr;
+    at::Tensor own;
+    if (!tracing() && !at::GradMode::is_enabled()) own = takeBack(gradient);
+    return {own.defined() ? own : gradient.clone()};
   }
   std::string name() const override {
     return "StashBackward";

@@ -9,6 +9,8 @@ namespace offload {
 namespace {
 
 constexpr std::size_t kMostAsked = 16; // jobs, whether something holds them up
+// A program that makes tensors, has the host add them to something and lets go of them may be faster than the host.
+constexpr std::size_t kMostGrown = std::size_t{1} << 30;
 
 bool isHeldUp(const HostJobs::Job& job) noexcept {
   try {
@@ -73,15 +75,27 @@ HostJobs::EntryPtr HostJobs::mark(const Block& block) {
   return first;
 }
 
+HostJobs::Lock HostJobs::takeTurn() {
+  Lock turn(turn_, std::try_to_lock);
+  if (!turn.owns_lock()) hostWait([&turn] { turn.lock(); });
+  return turn;
+}
+
+bool HostJobs::grows(std::size_t bytes) noexcept {
+  const Lock lock(mutex_);
+  grown_ = queue_.empty() && !busy_ ? 0 : grown_ + bytes;
+  return grown_ > kMostGrown;
+}
+
 void HostJobs::runFor(const Block& block) {
-  const Lock turn(turn_);
+  const Lock turn = takeTurn();
   Lock lock(mutex_);
   while (EntryPtr first = mark(block)) run(lock, std::move(first));
 }
 
 void HostJobs::drain() {
   if (when_ == When::Wanted) {
-    const Lock turn(turn_);
+    const Lock turn = takeTurn();
     Lock lock(mutex_);
     while (!queue_.empty()) run(lock, queue_.front());
     return;

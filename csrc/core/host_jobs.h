@@ -59,6 +59,9 @@ class HostJobs {
   void runFor(const Block& block);
   /// Waits for all that has been submitted.
   void drain();
+  /// Memory was asked for: what jobs keep of it grows no further than this lets it. Whether there have been so many bytes since
+  /// nothing was left to do that all should be done first.
+  bool grows(std::size_t bytes) noexcept;
   HostJobStats stats();
 
  private:
@@ -78,6 +81,8 @@ class HostJobs {
   /// Marks what is wanted; the one of it that was submitted first.
   EntryPtr mark(const Block& block);
   void run(Lock& lock, EntryPtr entry);
+  /// Not before whoever has it, who may need the GIL, gives it back.
+  Lock takeTurn();
 
   const When when_;
   std::mutex mutex_; // never held across a call of the Link, nor while a job runs or goes
@@ -86,6 +91,7 @@ class HostJobs {
   std::list<EntryPtr> queue_; // as they were submitted
   std::unordered_map<const Block*, EntryPtr> last_; // of those that are not done
   bool busy_ = false;
+  std::size_t grown_ = 0;
   std::uint64_t submitted_ = 0;
   bool stop_ = false;
   std::thread thread_;

@@ -106,8 +106,9 @@ class Residency {
   /// is not for use: nothing waits for the copy.
   Pin fetchAhead(Block& block, Extent extent, Stream stream);
 
-  /// Whether the Pin's memory is nobody's but its own: the Block is gone, and there is no other Pin.
-  bool isOrphan(const Pin& pin);
+  /// The owner of an adopted result's memory back from the cache, where the Block is gone, there is no other Pin, and all that uses
+  /// the memory is on `stream`, as its home is. The Pin then holds nothing. Null otherwise, and nothing has happened.
+  std::shared_ptr<void> takeBack(Pin& pin, Stream stream);
 
   /// The Block that the Pin's bytes are the newest of, and one more of its owners; null where it was written to since, or is gone.
   Block* retainSource(const Pin& pin);
@@ -136,6 +137,11 @@ class Residency {
   /// Where anybody has a lease on one, or it is Shared, that is at once. `work` keeps the Blocks alive, and neither calls this library
   /// nor takes the GIL; what it throws later the next fetch, lease or drain does.
   void runLater(std::vector<Claim> claims, std::function<void()> work);
+  /// Host memory of so many bytes is about to be asked for: waits for such work where that may be keeping too much.
+  void limitJobs(std::size_t bytes);
+  void finishJobs() {
+    jobs_.drain();
+  }
 
   /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where
   /// the Block was written to since by anybody else, or is gone.

@@ -65,6 +65,10 @@ bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std:
   return !seen && jobs_.submit(job);
 }
 
+void Residency::limitJobs(std::size_t bytes) {
+  if (jobs_.grows(bytes)) jobs_.drain();
+}
+
 void Residency::runJob(
     const std::vector<Claim>& claims, const std::vector<Token>& after, const std::function<void()>& work) noexcept {
   try {
@@ -87,9 +91,7 @@ void Residency::runJob(
     }
   }
   issued_.notify_all();
-  for (const auto& [block, access] : claims) {
-    if (access == Access::Write) goOnAhead(*block);
-  }
+  for (const auto& [block, access] : claims) goOnAhead(*block);
 }
 
 } // namespace offload

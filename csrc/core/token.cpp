@@ -102,8 +102,12 @@ void Token::wait() const {
   record_->done.store(true, std::memory_order_release);
 }
 
+bool Token::isOn(Stream stream) const noexcept {
+  return record_ && record_->stream == stream;
+}
+
 void Token::orderBefore(Stream stream) const {
-  if (knownDone() || record_->stream == stream) return;
+  if (knownDone() || isOn(stream)) return;
   record_->pool->link.wait(stream, record_->recordedEvent());
 }
 

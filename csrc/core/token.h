@@ -22,6 +22,8 @@ class Token {
   bool knownDone() const noexcept;
   /// Blocks the host until done.
   void wait() const;
+  /// Whether it is a point of this stream: what is enqueued there later runs after it without more ado.
+  bool isOn(Stream stream) const noexcept;
   /// Makes later work on `stream` run after this. Never blocks.
   void orderBefore(Stream stream) const;
   /// Whether `later` was recorded on the same stream after this one, so that it being done tells that this one is.

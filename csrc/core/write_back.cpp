@@ -147,9 +147,22 @@ void Residency::bringHome(const Pin& pin, Stream producer) {
   if (slot->block == block && block->version == before + 1) slot->version = block->version;
 }
 
-bool Residency::isOrphan(const Pin& pin) {
-  const Lock lock(mutex_);
-  return pin.slot_ && pin.slot_->block == nullptr && pin.slot_->pins == 1;
+std::shared_ptr<void> Residency::takeBack(Pin& pin, Stream stream) {
+  const auto audited = audit("takeBack");
+  Slots retired;
+  std::shared_ptr<void> owner;
+  {
+    const Lock lock(mutex_);
+    const auto& slot = pin.slot_;
+    if (!slot || slot->block != nullptr || slot->pins != 1 || !slot->buffer.owner || slot->buffer.home != stream)
+      return nullptr;
+    const auto isHere = [stream](const Token& token) { return token.knownDone() || token.isOn(stream); };
+    if (pin.streams_ != std::vector<Stream>{stream} || !std::ranges::all_of(slot->readers.all(), isHere)) return nullptr;
+    device(slot->device).queue.unpin(slot, false, retired);
+    owner = std::exchange(slot->buffer, {}).owner;
+  }
+  pin.slot_ = nullptr;
+  return owner;
 }
 
 Block* Residency::retainSource(const Pin& pin) {

@@ -233,5 +233,50 @@ TEST(Store, StoresFromSeveralStreamsKeepTheirOrder) {
   });
 }
 
+TEST(Adopt, WhatNobodyElseCanSeeIsGivenBack) {
+  CoreOptions options;
+  options.cache.budgetBytes = 16'000;
+  Rig rig(options);
+  const Stream stream = rig.sim.createStream(0);
+  const Stream other = rig.sim.createStream(0);
+  const auto fetched = [&](Stream on) {
+    auto block = rig.newBlock(1000);
+    rig.cache.adopt(*block, rig.newResult(stream, pattern(1, 1000)), stream);
+    return std::pair(rig.cache.fetch(*block, {0, 1000}, on), std::move(block));
+  };
+  {
+    auto [pin, block] = fetched(stream);
+    EXPECT_EQ(rig.cache.takeBack(pin, stream), nullptr) << "its Block has it";
+    block = nullptr;
+    void* const data = pin.data();
+    auto owner = rig.cache.takeBack(pin, stream);
+    EXPECT_EQ(owner.get(), data);
+    EXPECT_FALSE(pin);
+    EXPECT_EQ(rig.cache.stats(0).slotBytes, 0U) << "it is on nobody's account any more";
+    rig.writeOnDevice(stream, data, pattern(2, 1000));
+    rig.sim.drain();
+  }
+  EXPECT_EQ(rig.owned, 0);
+  {
+    auto [pin, block] = fetched(other);
+    block = nullptr;
+    EXPECT_EQ(rig.cache.takeBack(pin, other), nullptr) << "its memory is of another stream";
+    EXPECT_EQ(rig.cache.takeBack(pin, stream), nullptr) << "it is used on another stream";
+    EXPECT_TRUE(pin);
+  }
+  {
+    auto [pin, block] = fetched(stream);
+    const Pin second = rig.cache.fetch(*block, {0, 1000}, stream);
+    block = nullptr;
+    EXPECT_EQ(rig.cache.takeBack(pin, stream), nullptr) << "there is another Pin";
+  }
+  {
+    const auto block = rig.newBlock(pattern(3, 1000));
+    Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
+    EXPECT_EQ(rig.cache.takeBack(pin, stream), nullptr) << "a copy of host bytes";
+  }
+  rig.cache.validate();
+}
+
 } // namespace
 } // namespace offload

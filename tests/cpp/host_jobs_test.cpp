@@ -217,6 +217,17 @@ TEST(HostJobsWhenWanted, JobsThatNobodyWantsDoNotPileUp) {
   EXPECT_EQ(jobs.rig.read(*jobs.blocks[0]), Jobs::added(0, static_cast<unsigned char>(5000)));
 }
 
+TEST(HostJobsWhenWanted, JobsDoNotKeepMoreAndMoreMemory) {
+  Jobs jobs(When::Wanted, 1);
+  jobs.rig.cache.limitJobs(std::size_t{1} << 40);
+  jobs.add(0, 1);
+  jobs.rig.cache.limitJobs(std::size_t{1} << 29);
+  jobs.rig.cache.limitJobs(std::size_t{1} << 29);
+  EXPECT_EQ(jobs.rig.cache.hostJobStats().pending, 1U);
+  jobs.rig.cache.limitJobs(1);
+  EXPECT_EQ(jobs.rig.cache.hostJobStats().pending, 0U) << "more than a GiB since nothing was left to do";
+}
+
 TEST(HostJobsWhenWanted, NothingThatIsToBeWrittenIsCopiedAhead) {
   CoreOptions options = doneBy(When::Wanted);
   options.cache.ringBytes = 4 * kBytes;

@@ -202,3 +202,23 @@ def test_a_program_ends_with_steps_to_do(jobs):
         print("all")
     """
     assert passes(program, TORCH_OFFLOAD_HOST_JOBS=jobs).split() == ["all"]
+
+
+@pytest.mark.parametrize("jobs", ["soon", "wanted"])
+def test_a_forked_child_waits_for_no_job_of_its_parent(jobs):
+    program = f"""
+        import os, sys, torch, torch_offload
+        leaves = [torch.nn.Parameter(torch.ones({SIZE}).to("offload")) for _ in range(50)]
+        for leaf in leaves:
+            leaf.grad = torch.ones({SIZE}).to("offload")
+        torch.optim.AdamW(leaves).step()
+        child = os.fork()
+        if child == 0:
+            try:
+                torch_offload.synchronize()
+            except RuntimeError as error:
+                assert "was forked from one" in str(error)
+                sys.exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert passes(program, TORCH_OFFLOAD_HOST_JOBS=jobs).split() == ["7"]

@@ -179,6 +179,19 @@ WRONG = {
     "lists of other lengths": lambda a: torch._foreach_add_([a, a], [a]),
     "sizes in lists": lambda a: torch._foreach_add_([a], [torch.ones(3).to(OFFLOAD)]),
     "a dtype of weights": lambda a: a.lerp_(a.clone(), a.double()),
+    "a number that the dtype does not hold": lambda a: a.half().add_(a.half(), alpha=1e5),
+    "lists of fused steps": lambda a: torch._fused_sgd_(
+        [a, a.clone()],
+        [a.clone()],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.1,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    ),
     "a mode": lambda a: a.div_(a.clone(), rounding_mode="up"),
     "a leaf": lambda a: a.requires_grad_().mul_(2),
 }
@@ -191,6 +204,40 @@ def test_mistakes_are_told_at_once(wrong):
         WRONG[wrong](ours)
     assert pending_jobs() == 0
     assert_same(ours.detach().cpu(), data(SIZE).cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_step_that_fails_does_so_at_once(dtype):
+    rate = 1e5 if dtype is torch.float16 else 1e39
+    for place in (OFFLOAD, "cpu"):
+        leaf = nn.Parameter(torch.ones(SIZE, dtype=dtype).to(place))
+        leaf.grad = torch.ones(SIZE, dtype=dtype).to(place)
+        with pytest.raises(RuntimeError, match="without overflow"):
+            torch.optim.SGD([leaf], lr=rate, foreach=False).step()
+        assert_same(leaf.detach().cpu(), torch.ones(SIZE, dtype=dtype))
+
+
+def test_a_gradient_that_overlaps_its_parameter():
+    for place in (OFFLOAD, "cpu"):
+        flat = torch.ones(2 * SIZE).to(place)
+        leaf = nn.Parameter(flat[:SIZE])
+        leaf.grad = flat[100 : 100 + SIZE]
+        with pytest.raises(RuntimeError, match="single memory location"):
+            torch.optim.SGD([leaf], lr=0.1, foreach=False).step()
+
+
+def test_denormal_numbers_are_flushed_as_where_the_update_was_called():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("not on this processor")
+    try:
+        ours = torch.full((SIZE,), 1e-38).to(OFFLOAD)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        ours.mul_(1e-3)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+    assert ours.cpu().count_nonzero() == 0
 
 
 @pytest.mark.parametrize("multi", [False, True])
