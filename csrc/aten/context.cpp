@@ -215,7 +215,6 @@ c10::DataPtr Context::newBlock(std::size_t bytes, c10::DeviceIndex index, Born b
   TORCH_CHECK(
       bytes <= PTRDIFF_MAX, "offload: a storage of ", static_cast<std::ptrdiff_t>(bytes),
       " bytes was asked for; give 0 or more.");
-  if (residency_) residency_->limitJobs(bytes);
   const HostRange range = allocate(bytes, locked);
   auto* block = new Block(range.data, bytes, range.pinned ? BlockKind::Pinned : BlockKind::Pageable, born, index);
   block->purpose = purpose;

@@ -9,8 +9,6 @@ namespace offload {
 namespace {
 
 constexpr std::size_t kMostAsked = 16; // jobs, whether something holds them up
-// A program that makes tensors, has the host add them to something and lets go of them may be faster than the host.
-constexpr std::size_t kMostGrown = std::size_t{1} << 30;
 
 bool isHeldUp(const HostJobs::Job& job) noexcept {
   try {
@@ -81,10 +79,11 @@ HostJobs::Lock HostJobs::takeTurn() {
   return turn;
 }
 
-bool HostJobs::grows(std::size_t bytes) noexcept {
+std::unordered_set<const Block*> HostJobs::pendingBlocks() {
   const Lock lock(mutex_);
-  grown_ = queue_.empty() && !busy_ ? 0 : grown_ + bytes;
-  return grown_ > kMostGrown;
+  std::unordered_set<const Block*> blocks;
+  for (const EntryPtr& entry : queue_) blocks.insert(entry->job.blocks.begin(), entry->job.blocks.end());
+  return blocks;
 }
 
 void HostJobs::runFor(const Block& block) {

@@ -21,6 +21,7 @@
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace offload {
@@ -59,9 +60,8 @@ class HostJobs {
   void runFor(const Block& block);
   /// Waits for all that has been submitted.
   void drain();
-  /// Memory was asked for: what jobs keep of it grows no further than this lets it. Whether there have been so many bytes since
-  /// nothing was left to do that all should be done first.
-  bool grows(std::size_t bytes) noexcept;
+  /// Of the Blocks of jobs that are not done, each once.
+  std::unordered_set<const Block*> pendingBlocks();
   HostJobStats stats();
 
  private:
@@ -91,7 +91,6 @@ class HostJobs {
   std::list<EntryPtr> queue_; // as they were submitted
   std::unordered_map<const Block*, EntryPtr> last_; // of those that are not done
   bool busy_ = false;
-  std::size_t grown_ = 0;
   std::uint64_t submitted_ = 0;
   bool stop_ = false;
   std::thread thread_;

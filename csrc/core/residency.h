@@ -137,8 +137,7 @@ class Residency {
   /// Where anybody has a lease on one, or it is Shared, that is at once. `work` keeps the Blocks alive, and neither calls this library
   /// nor takes the GIL; what it throws later the next fetch, lease or drain does.
   void runLater(std::vector<Claim> claims, std::function<void()> work);
-  /// Host memory of so many bytes is about to be asked for: waits for such work where that may be keeping too much.
-  void limitJobs(std::size_t bytes);
+  /// Waits for all such work.
   void finishJobs() {
     jobs_.drain();
   }
@@ -269,6 +268,7 @@ class Residency {
   void copyAllIn(const std::vector<Copying>& batch, Device& device, const std::vector<Token>& after, TokenSet& reads);
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
   void endLease(Block& block, Access access) noexcept;
+  void limitJobs(const std::vector<Claim>& claims);
   bool claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after);
   void runJob(const std::vector<Claim>& claims, const std::vector<Token>& after, const std::function<void()>& work) noexcept;
   void require(const Block& block) const;
@@ -302,6 +302,7 @@ class Residency {
   bool ringIsSet_;
   bool warned_ = false;
   std::uint64_t claimsMade_ = 0;
+  std::size_t claimedBytes_ = 0; // since what jobs keep was counted
   HostJobs jobs_; // first to go
 };
 

@@ -6,7 +6,8 @@
 namespace offload {
 namespace {
 
-constexpr std::size_t kMostJobs = 4096; // not done yet, each of which keeps its Blocks' memory
+constexpr std::size_t kMostJobs = 4096; // not done yet
+constexpr std::size_t kMostKept = std::size_t{1} << 30; // bytes that nobody but jobs keeps, as far as they have been counted
 
 } // namespace
 
@@ -23,7 +24,7 @@ void Residency::runLater(std::vector<Claim> claims, std::function<void()> work) 
   }
   auto after = std::make_shared<std::vector<Token>>();
   job.run = [this, claims, after, work = std::move(work)] { runJob(claims, *after, work); };
-  if (jobs_.stats().pending >= kMostJobs) jobs_.drain();
+  limitJobs(claims);
   if (claim(claims, job, *after)) return;
   jobs_.drain(); // of those on the same Blocks that came before
   job.run();
@@ -65,8 +66,23 @@ bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std:
   return !seen && jobs_.submit(job);
 }
 
-void Residency::limitJobs(std::size_t bytes) {
-  if (jobs_.grows(bytes)) jobs_.drain();
+// A program that makes tensors, has the host add them to something and lets go of them may be faster than the host.
+void Residency::limitJobs(const std::vector<Claim>& claims) {
+  bool tooMany = jobs_.stats().pending >= kMostJobs;
+  {
+    const Lock lock(mutex_);
+    for (const auto& [block, access] : claims) claimedBytes_ += block->bytes;
+    if (claimedBytes_ > kMostKept) {
+      claimedBytes_ = 0;
+      std::size_t kept = 0;
+      for (const Block* block : jobs_.pendingBlocks()) {
+        // Every claim is an owner's.
+        if (block->owners.load(std::memory_order_relaxed) <= block->claims) kept += block->bytes;
+      }
+      tooMany = tooMany || kept > kMostKept;
+    }
+  }
+  if (tooMany) jobs_.drain();
 }
 
 void Residency::runJob(
