@@ -222,3 +222,28 @@ def test_a_forked_child_waits_for_no_job_of_its_parent(jobs):
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
     assert passes(program, TORCH_OFFLOAD_HOST_JOBS=jobs).split() == ["7"]
+
+
+@pytest.mark.parametrize("jobs", ["soon", "wanted"])
+def test_threads_that_wait_for_jobs_let_each_other_go_on(jobs):
+    program = """
+        import sys, threading, torch, torch_offload
+        sys.setswitchinterval(1e-5)
+        ends = []
+        def run(a, wait):
+            for _ in range(100):
+                a.add_(a * 2)
+                wait()
+                a.mul_(0.25)
+            return a
+        def work():
+            ends.append(run(torch.ones(1 << 18).to("offload"), torch_offload.synchronize).cpu())
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        expected = run(torch.ones(1 << 18), lambda: None)
+        print(all(end.equal(expected) for end in ends) and len(ends))
+    """
+    assert passes(program, 120, TORCH_OFFLOAD_HOST_JOBS=jobs).split() == ["3"]
