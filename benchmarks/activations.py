@@ -1,8 +1,9 @@
 """Forward and backward through blocks of the Llama-3-8B shape in bfloat16, with what autograd saves kept in host memory.
 
-The weights are on the GPU, or, in the last variants, on offload. Without checkpointing, of 8 blocks, shares of what is saved
-go to the host, which shows step time against peak memory; with non-reentrant checkpointing of each of 16 blocks, the inputs of
-the blocks. With U bytes that cross the link up in forward and down in backward, at B bytes a second each way,
+The weights are on the GPU, or, in the last variants, on offload. Without checkpointing, of 8 blocks, as much of what is saved
+goes to the host as the link hides, or as budgets of GPU memory demand, which shows step time against peak memory; with
+non-reentrant checkpointing of each of 16 blocks, the inputs of the blocks. With U bytes that cross the link up in forward and
+down in backward, at B bytes a second each way,
 
     ideal = max(plain forward, U / B) + max(plain backward, U / B)
 
@@ -56,7 +57,8 @@ COLUMNS += ["saved GiB", "up GB", "same bits"]
 
 AUTOMATIC = "saved_tensors, automatic"
 STREAMED = ["weights on offload", "both on offload"]
-SHARES = [0.125, 0.25, 0.5, 0.75, 1.0]
+EVERYTHING = "saved_tensors, everything"
+BUDGETS = [6, 4, 2]  # GiB
 
 Forward = Callable[[Tensor], Tensor]
 Region = Callable[[], AbstractContextManager]
@@ -94,12 +96,15 @@ def deterministic(cuda: bool) -> Iterator[None]:
 
 def make_variants(
     resident: nn.Sequential, checkpointed: bool, tiny: bool
-) -> tuple[dict[str, tuple[nn.Sequential, Forward]], Any]:
-    """By name, the blocks whose gradients a variant makes, and how it runs; and the region that chooses by itself."""
-    least = 0 if tiny else 1 << 20
-    shares = {share: torch_offload.saved_tensors(min_bytes=least, share=share) for share in SHARES}
-    region = shares[1.0]
-    automatic = torch_offload.saved_tensors(min_bytes=least, share="auto")
+) -> tuple[dict[str, tuple[nn.Sequential, Forward]], dict[str, torch_offload.saved_tensors]]:
+    """By name, the blocks whose gradients a variant makes, and how it runs; and the regions that choose by themselves."""
+    least, unit = (0, 1 << 10) if tiny else (1 << 20, 1 << 30)
+    region = torch_offload.saved_tensors(min_bytes=least)
+    automatic = {AUTOMATIC: torch_offload.saved_tensors(min_bytes=least, share="auto")}
+    for budget in [] if checkpointed else BUDGETS:
+        automatic[f"saved_tensors, {budget} GiB stay"] = torch_offload.saved_tensors(
+            min_bytes=least, share="auto", max_gpu_bytes=budget * unit
+        )
     on_cpu = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
     streamed = copied_to(resident, "offload")
 
@@ -107,9 +112,9 @@ def make_variants(
         return blocks, make_forward(blocks, region, checkpointed)
 
     variants = {"plain": variant(resident)}
-    for share in [1.0] if checkpointed else SHARES:
-        variants[f"saved_tensors, {share:.0%}"] = variant(resident, functools.partial(shares.get, share))
-    variants[AUTOMATIC] = variant(resident, lambda: automatic)
+    for name in automatic:
+        variants[name] = variant(resident, functools.partial(automatic.get, name))
+    variants[EVERYTHING] = variant(resident, lambda: region)
     variants["save_on_cpu"] = variant(resident, on_cpu)
     torchtune = save_activations_by_torchtune()
     if torchtune is not None:
@@ -141,7 +146,7 @@ def compare(
     peer = None if not with_peer else stream_blocks(resident, x.device, True, offload_activations=True)
     if peer is not None:
         steps["RamTorch"], clear["RamTorch"] = lambda: peer.step(x, grad_outputs=grad_output), peer.zero_grad
-    for name in [AUTOMATIC] if AUTOMATIC in steps and not checkpointed else []:
+    for name in [] if checkpointed else [name for name in automatic if name in steps]:
         for _ in range(2 if options.tiny else 24):  # which it learns from
             clear[name]()
             steps[name]()
@@ -185,7 +190,8 @@ def compare(
             clear[name]()
             with torch_offload.trace(record_folder() / f"{re.sub(r'[^a-z0-9]+', '_', name)}_{tokens}.trace.json"):
                 seconds(steps[name])
-    print(f"automatic, {tokens} tokens: {automatic.plan}", flush=True)
+    for name, region in automatic.items():
+        print(f"{name}, {tokens} tokens: {region.plan}", flush=True)
     if peer is not None:
         peer.close()
     return records

@@ -21,24 +21,22 @@ def draw(record: Path, picture: Path) -> None:
         return (run["peak"] + run["parameters"]) / 2**30
 
     plain = next(run for run in runs if run["variant"] == "plain")
-    shares = [plain, *(run for run in runs if run["variant"].startswith(OURS) and run["variant"].endswith("%"))]
+    ours = [plain, *(run for run in runs if run["variant"].startswith(OURS))]
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for label, style, key in (
         ("saved_tensors", "o-", "seconds"),
         ("what the link allows for the same bytes", "--", "ideal"),
     ):
-        times = [run[key]["median"] if key == "seconds" else run[key] for run in shares]
-        axes.plot([total(run) for run in shares], [1e3 * time for time in times], style, label=label)
-    for run in shares:
+        times = [run[key]["median"] if key == "seconds" else run[key] for run in ours]
+        axes.plot([total(run) for run in ours], [1e3 * time for time in times], style, label=label)
+    for run in ours:
         name = run["variant"].removeprefix(OURS)
         axes.annotate(
             name, (total(run), 1e3 * run["seconds"]["median"]), (4, 5), textcoords="offset points", fontsize=8
         )
     for run in runs:
-        if run not in shares:
-            axes.plot(
-                total(run), 1e3 * run["seconds"]["median"], "s", label=run["variant"].replace(OURS, "saved_tensors, ")
-            )
+        if run not in ours:
+            axes.plot(total(run), 1e3 * run["seconds"]["median"], "s", label=run["variant"])
     axes.set(xlabel="peak GPU memory, GiB (weights, and what the step holds)", ylabel="forward and backward, ms")
     axes.set_ylim(bottom=0)
     axes.set_title(f"{plain['tokens']:,} tokens, no checkpointing", fontsize=10)

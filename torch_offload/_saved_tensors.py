@@ -18,6 +18,8 @@ class SavedTensorsPlan(NamedTuple):
 
     share: float
     """How much of the bytes that might travel does, from 0 to 1."""
+    demanded_share: float
+    """How much had to in that step for no more than ``max_gpu_bytes`` to stay; 0 without that."""
     bytes: int
     """What might have travelled in that step."""
     sent_bytes: int
@@ -32,8 +34,10 @@ class SavedTensorsPlan(NamedTuple):
     """How long the GPU waited in that time for saved tensors."""
 
     def __str__(self) -> str:
+        demanded = f", {self.demanded_share:.0%} at least" if self.demanded_share > 0 else ""
         return (
-            f"{self.share:.0%} of what is saved travels; last, {self.sent_bytes / 1e9:.3f} of {self.bytes / 1e9:.3f} GB did, "
+            f"{self.share:.0%} of what is saved travels{demanded}; "
+            f"last, {self.sent_bytes / 1e9:.3f} of {self.bytes / 1e9:.3f} GB did, "
             f"for which forward waited {self.forward_waited_seconds * 1e3:.1f} of {self.forward_seconds * 1e3:.1f} ms "
             f"and backward {self.backward_waited_seconds * 1e3:.1f} of {self.backward_seconds * 1e3:.1f} ms"
         )
@@ -58,6 +62,10 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
             as the link can carry while the GPU computes. Then everything travels in the first steps, until one of them, the
             second at the earliest, is over and tells by how long the GPU waited how much may in those that follow;
             :attr:`plan` says what was chosen. Default: 1.
+        max_gpu_bytes: How many bytes of what might travel may stay on the GPU at once, those of ``keep_bytes`` among them.
+            Where ``share``, 0 or ``"auto"`` say, would leave more, as much travels as this demands, spread evenly over each
+            step by how much the last one has saved; what a step saves beyond that travels as it comes. What is under way is not
+            counted, nor what others hold. Default: no limit.
         max_host_bytes: How much host memory may be held for this at once, in bytes; what is saved beyond stays on the GPU, and
             a warning says so once. Default: no limit but the machine's.
         in_flight_bytes: How many bytes on their way may take GPU memory, in each direction: the GPU waits for the copies of
@@ -71,7 +79,8 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
             saved as it is. It should ask for ``tensor.nbytes`` and not for ``untyped_storage()``, which holds the storage.
 
     Raises:
-        ValueError: if one of the numbers is negative, or ``share`` is neither from 0 to 1 nor ``"auto"``.
+        ValueError: if one of the numbers is negative, ``share`` is neither from 0 to 1 nor ``"auto"``, or ``keep_bytes`` is
+            more than ``max_gpu_bytes``.
 
     Source: docs/design/saved-tensors.md.
     """
@@ -82,6 +91,7 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         min_bytes: int = 1 << 20,
         keep_bytes: int = 0,
         share: float | Literal["auto"] = 1.0,
+        max_gpu_bytes: int | None = None,
         max_host_bytes: int | None = None,
         in_flight_bytes: int | None = None,
         pin_memory: bool = True,
@@ -91,6 +101,7 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         given = {
             "min_bytes": min_bytes,
             "keep_bytes": keep_bytes,
+            "max_gpu_bytes": max_gpu_bytes,
             "max_host_bytes": max_host_bytes,
             "in_flight_bytes": in_flight_bytes,
         }
@@ -99,6 +110,11 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
                 raise ValueError(f"offload: {name} is {value}; give bytes, 0 or more.")
         if share != "auto" and not (isinstance(share, Real) and 0 <= share <= 1):
             raise ValueError(f'offload: share is {share!r}; give a number from 0 to 1, or "auto".')
+        if max_gpu_bytes is not None and keep_bytes > max_gpu_bytes:
+            raise ValueError(
+                f"offload: keep_bytes is {keep_bytes}, and max_gpu_bytes, which they are among, is {max_gpu_bytes}; "
+                "keep no more."
+            )
         self._region = region = _C.SavedTensors(
             **given, share=None if share == "auto" else share, pin_memory=pin_memory, use_streams=use_streams
         )

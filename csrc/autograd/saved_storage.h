@@ -66,6 +66,7 @@ class SavedStorage : public std::enable_shared_from_this<SavedStorage> {
 
   // Of SavedTensors, by its mutex.
   bool isAlone_ = false;
+  bool isStaying_ = false; // though it might have gone
 };
 
 } // namespace offload

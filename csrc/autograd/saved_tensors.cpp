@@ -167,7 +167,8 @@ void SavedTensors::sendWhatExceeds() {
             std::to_string(hostBytes_.load()) + " now");
         continue;
       }
-      const auto goes = meter_ ? meter_->take(bytes) : StepMeter::Next{};
+      const auto goes = meter_ ? meter_->take(bytes, mayStay(*next)) : StepMeter::Next{};
+      if (!goes.goes) letStay(*next);
       if (!goes.goes && !goes.underWay) continue;
       // What waits is the stream that it was made on.
       const bool here = next->stream_ == Context::get().currentStream(static_cast<c10::DeviceIndex>(next->stream_.device));
@@ -188,6 +189,17 @@ void SavedTensors::sendWhatExceeds() {
     hostBytes_ += next->extent_.bytes();
     SavedOrder::of(next->target_).wentHome(*next);
   }
+}
+
+bool SavedTensors::mayStay(const SavedStorage& saved) {
+  const std::lock_guard lock(mutex_);
+  return options_.keepBytes + stayingBytes_ + saved.bytes_ <= options_.maxGpuBytes;
+}
+
+void SavedTensors::letStay(SavedStorage& saved) {
+  const std::lock_guard lock(mutex_);
+  saved.isStaying_ = true;
+  stayingBytes_ += saved.bytes_;
 }
 
 void SavedTensors::doWithout(const std::string& why) {
@@ -217,6 +229,7 @@ void SavedTensors::forget(SavedStorage& saved) noexcept {
   if (saved.isHome_) hostBytes_ -= saved.extent_.bytes();
   const std::lock_guard lock(mutex_);
   if (saved.isAlone_) aloneBytes_ -= saved.bytes_;
+  if (saved.isStaying_) stayingBytes_ -= saved.bytes_;
 }
 
 } // namespace offload

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <map>
@@ -25,6 +26,8 @@ struct SavedTensorsOptions {
   /// How much of the bytes that would be sent is; in the first step, if as much as the link hides is to be learned from the steps.
   double share = 1;
   bool learnsShare = false;
+  /// Device bytes that may stay of what would be sent, if it weren't for the share; what is saved beyond is sent.
+  std::size_t maxGpuBytes = SIZE_MAX;
   /// Host bytes that may be held at once; what is saved beyond stays where it is, which is said once.
   std::size_t maxHostBytes = SIZE_MAX;
   /// Device bytes on their way to the host, beyond which the stream waits, and of what is fetched ahead; the ring bounds them too.
@@ -64,8 +67,8 @@ class SavedTensor {
 /// what somebody still holds, a parameter above all, never travels, as that would free nothing; a storage that several nodes save,
 /// or through several views, travels once, and so comes back; and when backward turns round, what was saved last is still there.
 ///
-/// How much goes is all, what exceeds a number of bytes, or a share, as that which the link hides (StepMeter). A share is spread
-/// evenly over a step: neither the link nor the ring takes more at once.
+/// How much goes is all, what exceeds a number of bytes, or a share, as that which the link hides (StepMeter) or by which no more than
+/// so many bytes stay. A share is spread evenly over a step: neither the link nor the ring takes more at once.
 ///
 /// Backward asks in the opposite order, but for what one node saved. With each storage that it is given, those saved before it are
 /// fetched ahead, within a part of the ring. Who asks in another order gets right bytes, later.
@@ -76,7 +79,10 @@ class SavedTensor {
 class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
  public:
   explicit SavedTensors(SavedTensorsOptions options) : options_(options) {
-    if (options.learnsShare || options.share < 1) meter_.emplace(options.share, options.learnsShare);
+    if (options.learnsShare || options.share < 1) {
+      meter_.emplace(
+          options.share, options.learnsShare, options.maxGpuBytes - std::min(options.keepBytes, options.maxGpuBytes));
+    }
   }
 
   const SavedTensorsOptions& options() const {
@@ -102,6 +108,8 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::shared_ptr<SavedStorage> noteDown(const at::Tensor& tensor);
   static void sendHomeWhatMayGo(c10::Device target, std::size_t look, std::size_t lastBytes = 0);
   void sendWhatExceeds();
+  bool mayStay(const SavedStorage& saved);
+  void letStay(SavedStorage& saved);
   void doWithout(const std::string& why);
   void forget(SavedStorage& saved) noexcept;
   StepMeter* meter() {
@@ -116,6 +124,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::mutex mutex_; // never held across a call of the Link, nor while a SavedStorage goes
   std::deque<std::weak_ptr<SavedStorage>> alone_; // that nobody else holds, and that are not home
   std::size_t aloneBytes_ = 0;
+  std::size_t stayingBytes_ = 0; // of the device, which might have gone
   std::map<c10::DeviceIndex, std::size_t> noted_; // how many tensors of a device have been saved since the last left()
 };
 

@@ -106,9 +106,10 @@ void StepMeter::beginStep(c10::Device device) {
   if (now_ && now_->end.isSet() && !before_) before_ = std::move(now_);
   now_.reset();
   learn();
-  share_.begin(learns_ ? Context::get().residency().ringBytes() / 2 : 0);
+  share_.begin(learns_ ? Context::get().residency().ringBytes() / 2 : 0, mayStay_);
   if (!isWorthWatching(steps_++) || !learns_) return;
   now_.emplace(device);
+  now_->seen.demanded = share_.demanded();
   now_->upBefore = carriedBy(device).bytesToHost;
   now_->memoryBefore = hostMemory();
   now_->begin = Moment::now(device);
@@ -132,9 +133,9 @@ void StepMeter::asked(c10::Device device) {
   now_->end = Moment::now(device);
 }
 
-StepMeter::Next StepMeter::take(std::size_t bytes) {
+StepMeter::Next StepMeter::take(std::size_t bytes, bool mayStay) {
   const std::lock_guard lock(mutex_);
-  const auto next = share_.take(bytes);
+  const auto next = share_.take(bytes, mayStay);
   const bool late = next == HiddenShare::Next::Late;
   if (now_) (late ? now_->seen.late : now_->seen.candidates) += bytes;
   return {next == HiddenShare::Next::Goes, late ? std::optional(share_.left()) : std::nullopt};

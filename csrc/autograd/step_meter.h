@@ -53,8 +53,8 @@ class StepMeter {
     Moment begin_;
   };
 
-  /// Of the first step, and if `learns` is false of all.
-  StepMeter(double share, bool learns) : learns_(learns), share_(share) {}
+  /// Of the first step, and if `learns` is false of all, where more need not go for `mayStay` bytes to stay.
+  StepMeter(double share, bool learns, std::size_t mayStay) : learns_(learns), mayStay_(mayStay), share_(share) {}
 
   struct Plan {
     double share = 1;
@@ -70,8 +70,8 @@ class StepMeter {
     /// Where they don't because forward ends soon: what may be under way still.
     std::optional<std::size_t> underWay;
   };
-  /// Whether these bytes, which are the next that might go, should; and that they did.
-  Next take(std::size_t bytes);
+  /// Whether these bytes, which are the next that might go, should, as they must where they may not stay; and that they did.
+  Next take(std::size_t bytes, bool mayStay);
   void sent(std::size_t bytes);
   /// None before there is something that was learned from.
   std::optional<Plan> plan() const;
@@ -95,6 +95,7 @@ class StepMeter {
   void learn();
 
   const bool learns_;
+  const std::size_t mayStay_;
   mutable std::mutex mutex_;
   HiddenShare share_;
   int steps_ = 0;

@@ -1,7 +1,9 @@
 // Which share of the bytes that a step saves can cross the link while the device computes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 
 namespace offload {
 
@@ -14,6 +16,7 @@ struct SavedStep {
   std::size_t candidates = 0; // bytes that might have gone
   std::size_t late = 0; // and those that would still have been under way at the end of forward
   std::size_t sent = 0; // those that went
+  double demanded = 0; // the share that had to go
   std::size_t up = 0; // bytes that the link carried home in forward, whatever they were
   std::size_t down = 0; // and to the device in backward
 };
@@ -26,6 +29,10 @@ struct SavedStep {
 /// theirs, as the step may just have stumbled; a second one in a row tells. What is held to be too much is forgotten after a while,
 /// as programs change.
 ///
+/// Where no more than so many bytes may stay, what a step saves beyond must go, whatever that costs. It is spread evenly too, by how much
+/// the last step has saved; where this one saves more, the rest of it goes as it comes. A step that had to send more than the share
+/// tells nothing of what is hidden, but where it didn't wait.
+///
 /// What would leave with the end of forward frees nothing by then, and is in the way of what backward wants first. So the last of
 /// what a step saves stays, by how much the step before it has saved: as much as would be under way then, but no more than
 /// an eighth. Meanwhile what was sent before may leave. Not thread safe.
@@ -35,19 +42,26 @@ class HiddenShare {
   explicit HiddenShare(double first = 1) : share_(first) {}
   /// From 0 to 1.
   double share() const {
-    return share_;
+    return std::max(share_, demanded_);
   }
-  /// A step begins. `underWay` is how much may be sent and not have left: 0 if that is not to be looked at.
-  void begin(std::size_t underWay = 0);
+  /// The least share by which no more stays than may.
+  double demanded() const {
+    return demanded_;
+  }
+  /// A step begins. `underWay` is how much may be sent and not have left: 0 if that is not to be looked at. `mayStay` is how much may
+  /// stay on the device.
+  void begin(std::size_t underWay = 0, std::size_t mayStay = SIZE_MAX);
   enum class Next { Goes, Stays, Late };
-  /// Of these bytes, which are the next that might go; those that do are spread evenly, and begin anew in each step.
-  Next take(std::size_t bytes);
+  /// Of these bytes, which are the next that might go, and where there is no room for them to stay must; those that do are spread
+  /// evenly, and begin anew in each step.
+  Next take(std::size_t bytes, bool mayStay = true);
   /// How much of this step would still have been sent.
   std::size_t left() const;
   void learn(const SavedStep& step);
 
  private:
   double share_;
+  double demanded_ = 0;
   double tooMuch_ = 2; // the least share that is held to be: none
   double proved_ = -1; // the largest share that is known to be hidden: none
   bool waited_ = false; // in the last step

@@ -20,6 +20,7 @@ std::optional<py::dict> planOf(const SavedTensors& region) {
   py::dict result;
   const SavedStep& last = plan->last;
   result["share"] = plan->share;
+  result["demanded_share"] = last.demanded;
   result["bytes"] = last.candidates + last.late;
   result["sent_bytes"] = last.sent;
   result["forward_seconds"] = last.forward;
@@ -36,20 +37,21 @@ void bindSavedTensors(py::module_& m) {
   py::class_<SavedTensors, std::shared_ptr<SavedTensors>>(m, "SavedTensors")
       .def(
           py::init([](std::size_t minBytes, std::size_t keepBytes, std::optional<double> share,
-                      std::optional<std::size_t> maxHostBytes, std::optional<std::size_t> inFlightBytes, bool pinMemory,
-                      bool useStreams) {
+                      std::optional<std::size_t> maxGpuBytes, std::optional<std::size_t> maxHostBytes,
+                      std::optional<std::size_t> inFlightBytes, bool pinMemory, bool useStreams) {
             return std::make_shared<SavedTensors>(SavedTensorsOptions{
                 .minBytes = minBytes,
                 .keepBytes = keepBytes,
                 .share = share.value_or(1),
                 .learnsShare = !share,
+                .maxGpuBytes = maxGpuBytes.value_or(SIZE_MAX),
                 .maxHostBytes = maxHostBytes.value_or(SIZE_MAX),
                 .inFlightBytes = inFlightBytes.value_or(SIZE_MAX),
                 .pinMemory = pinMemory,
                 .useStreams = useStreams});
           }),
-          py::arg("min_bytes"), py::arg("keep_bytes"), py::arg("share"), py::arg("max_host_bytes"), py::arg("in_flight_bytes"),
-          py::arg("pin_memory"), py::arg("use_streams"))
+          py::arg("min_bytes"), py::arg("keep_bytes"), py::arg("share"), py::arg("max_gpu_bytes"), py::arg("max_host_bytes"),
+          py::arg("in_flight_bytes"), py::arg("pin_memory"), py::arg("use_streams"))
       .def_static("keeping", [] { return std::make_shared<SavedTensors>(SavedTensorsOptions{.activations = false}); })
       .def("may_go_home", &SavedTensors::mayGoHome)
       .def("plan", &planOf)

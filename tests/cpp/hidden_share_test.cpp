@@ -212,5 +212,70 @@ TEST(HiddenShare, NoMoreThanAnEighthStaysForThat) {
   EXPECT_EQ(countOf(everything, 2000), 80U); // hidden as a whole: the link is faster than what is saved
 }
 
+// Of a step of so many results, those that go where no more than `most` bytes may stay.
+std::vector<int> sentBeyond(HiddenShare& share, std::size_t most, int count, std::size_t underWay = 0) {
+  std::vector<int> sent;
+  std::size_t stay = 0;
+  share.begin(underWay, most);
+  for (int i = 0; i < count; ++i) {
+    if (share.take(100, stay + 100 <= most) == Next::Goes) {
+      sent.push_back(i);
+    } else {
+      stay += 100;
+    }
+  }
+  EXPECT_LE(stay, most);
+  return sent;
+}
+
+TEST(HiddenShare, WhatMayNotStayGoes) {
+  HiddenShare share(0);
+  EXPECT_EQ(sentBeyond(share, 1500, 20), (std::vector<int>{15, 16, 17, 18, 19})); // nothing is known yet
+  EXPECT_EQ(sentBeyond(share, 1500, 20), (std::vector<int>{3, 7, 11, 15, 19}));
+  EXPECT_EQ(share.demanded(), 0.25);
+  EXPECT_EQ(sentBeyond(share, 1500, 22), (std::vector<int>{3, 7, 11, 15, 19, 20, 21})); // more than was expected
+  EXPECT_EQ(sentBeyond(share, 1500, 12).size(), 3U); // fewer than were
+  EXPECT_EQ(sentBeyond(share, 1500, 12), std::vector<int>{});
+  EXPECT_EQ(share.share(), 0);
+  EXPECT_EQ(sentBeyond(share, 0, 12).size(), 12U);
+}
+
+TEST(HiddenShare, WhatIsLateIsOfWhatMayStay) {
+  HiddenShare share(0.25);
+  for (int step = 0; step < 3; ++step) {
+    const auto sent = sentBeyond(share, 4000, 80, 300);
+    EXPECT_EQ(sent.size(), 40U);
+    if (step > 0) {
+      EXPECT_LT(sent.back(), 77);
+    }
+  }
+}
+
+TEST(HiddenShare, MoreStaysThanTheLinkDemandsOnlyWhereItMay) {
+  HiddenShare share(0.5);
+  EXPECT_EQ(sentBeyond(share, 6000, 80).size(), 40U);
+  EXPECT_EQ(sentBeyond(share, 6000, 80).size(), 40U); // by the share
+  EXPECT_EQ(sentBeyond(share, 2000, 80).size(), 60U);
+  EXPECT_EQ(share.share(), 0.75);
+}
+
+TEST(HiddenShare, StepsThatHadToWaitTeachNothing) {
+  const Program program;
+  HiddenShare share;
+  train(share, program, 20);
+  const double hidden = share.share();
+  for (int i = 0; i < 20; ++i) {
+    SavedStep step = program.run(0.8);
+    step.demanded = 0.8;
+    share.learn(step);
+  }
+  EXPECT_EQ(share.share(), hidden);
+  const Program faster{.forward = 0.2, .backward = 0.4};
+  SavedStep step = faster.run(0.8);
+  step.demanded = 0.8;
+  share.learn(step);
+  EXPECT_GE(share.share(), 0.8);
+}
+
 } // namespace
 } // namespace offload

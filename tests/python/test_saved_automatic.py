@@ -65,6 +65,80 @@ def test_a_share_is_spread_evenly(share):
     assert_same(x.grad, z.grad)
 
 
+SIZE = 32 * 64 * 4
+
+
+def sigmoids(region, count=24):
+    """Of a chain of them, how many of the results have gone home behind each; and its gradient is the one without a region."""
+    x, z = data(32, 64).requires_grad_(), data(32, 64).requires_grad_()
+    before, gone = sent_home(), []
+    with region:
+        y = x
+        for _ in range(count):
+            y = y.sigmoid()  # saves its result
+            gone.append((sent_home() - before) / SIZE)
+        loss = y.sum()
+    loss.backward()
+    nn.Sequential(*[nn.Sigmoid() for _ in range(count)])(z).sum().backward()
+    assert_same(x.grad, z.grad)
+    return gone
+
+
+@cached
+@pytest.mark.parametrize("keep_bytes", [0, 2 * SIZE])
+def test_no_more_stays_than_may(keep_bytes):
+    """Of 24 results one is in use and one is looked at later, and those of keep_bytes wait."""
+    region = everything(share=0, max_gpu_bytes=11 * SIZE, keep_bytes=keep_bytes)
+    may = 22 - keep_bytes // SIZE  # go at all
+    stay = 11 - keep_bytes // SIZE
+    first = sigmoids(region)
+    assert first[24 - may + stay - 1] == 0
+    assert first[-1] == may - stay
+    for _ in range(3):  # by what the last step has saved
+        gone = sigmoids(region)
+        assert gone[-1] == pytest.approx(may - stay, abs=1)
+        assert gone == pytest.approx([max(0, i - 24 + may) * (may - stay) / may for i in range(24)], abs=1.5)
+    assert sigmoids(region, 12)[-1] == pytest.approx((12 - 24 + may) * (may - stay) / may, abs=1)
+    assert sigmoids(region, 12)[-1] <= max(0, 12 - 24 + may - stay) + 1
+    assert sigmoids(region, 48)[-1] >= 24 + may - stay - 1
+
+
+@cached
+def test_what_stays_may_of_all_graphs_that_live():
+    region, graphs = everything(share=0, max_gpu_bytes=8 * SIZE), []
+    for _ in range(3):
+        with region:
+            graphs.append(nn.Sequential(*[nn.Sigmoid() for _ in range(8)])(data(32, 64).requires_grad_()).sum())
+    before = sent_home()
+    graphs.pop(0)
+    with region:
+        graphs.append(nn.Sequential(*[nn.Sigmoid() for _ in range(8)])(data(32, 64).requires_grad_()).sum())
+    assert sent_home() - before <= 2 * SIZE  # there is room where the first one was
+    with region:
+        graphs.append(nn.Sequential(*[nn.Sigmoid() for _ in range(8)])(data(32, 64).requires_grad_()).sum())
+    assert sent_home() - before >= 6 * SIZE
+
+
+@cached
+@pytest.mark.parametrize(("most", "demanded"), [(0, 1), (10 * SIZE, 0.5), (1 << 40, 0)])
+def test_what_is_learned_is_not_less_than_what_is_demanded(most, demanded):
+    region = automatic(max_gpu_bytes=most)
+    for _ in range(6):
+        gone = sigmoids(region)
+        if GPU:
+            torch.cuda.synchronize()
+        assert gone[-1] >= demanded * 22 - 1
+    assert region.plan.demanded_share == pytest.approx(demanded, abs=0.15)
+    assert region.plan.share >= region.plan.demanded_share
+    assert f" of what is saved travels{', ' if demanded else '; last'}" in str(region.plan)
+
+
+def test_more_is_kept_than_may_stay():
+    sentence = "offload: keep_bytes is 5, and max_gpu_bytes, which they are among, is 4; keep no more."
+    says(ValueError, sentence, lambda: saved_tensors(keep_bytes=5, max_gpu_bytes=4))
+    says(ValueError, "offload: max_gpu_bytes is -1; give bytes, 0 or more.", lambda: saved_tensors(max_gpu_bytes=-1))
+
+
 @cached
 def test_who_looks_at_what_is_saved_begins_no_backward():
     x, before = data(32, 64).requires_grad_(), sent_home()
