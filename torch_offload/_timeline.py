@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 Event = dict[str, Any]
 
-_RANGE = re.compile(r"offload::(hit|fetch|prefetch|write_back|store|evict|wait) (.*) \[(\d+) B\]")
+_RANGE = re.compile(r"offload::(hit|fetch|prefetch|write_back|store|evict|wait|host_work) (.*) \[(\d+) B\]")
 _HOST = "user_annotation"
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")

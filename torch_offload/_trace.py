@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from torch_offload._names import name_all_modules, name_tensors
@@ -28,14 +29,16 @@ def trace(path: str | os.PathLike, model: torch.nn.Module | None = None) -> Iter
     On one time line are the operations of PyTorch, kernels and copies of the GPU, and, in the category ``offload``,
     with the names of parameters: ``fetch`` (a miss: the copy to the GPU is enqueued), ``prefetch`` (the same ahead of a
     fetch that is expected), ``hit``, ``write_back`` and ``store`` (copies home are enqueued), ``evict``, ``wait`` (the
-    host waits for copies) and ``stall`` (a stream of the GPU waits for a copy). Each has the arguments ``activity`` and
-    ``tensor``, and all but stalls have ``bytes``. Copies on the GPU carry the names too; those that were enqueued at
+    host waits for copies, or for ``host_work``), ``host_work`` (an optimizer's step of a parameter, say, which a thread does
+    while the program goes on) and ``stall`` (a stream of the GPU waits for a copy). Each has the arguments ``activity``
+    and ``tensor``, and all but stalls have ``bytes``. Copies on the GPU carry the names too; those that were enqueued at
     once all carry the last one's. The file also has the counts of :func:`memory_stats` of that time, under
     ``torch_offload``. Where the host computes, and no GPU is simulated, nothing is copied, and the file has the
     operations alone.
 
-    It is a run of ``torch.profiler`` and costs as much, so only one can go on at a time. The ranges, without stalls, are in
-    every other run of ``torch.profiler`` as well. The file is also written when an exception leaves the block.
+    It is a run of ``torch.profiler`` and costs as much, so only one can go on at a time; it sees all threads. The
+    ranges, without stalls, are in every other run of ``torch.profiler`` as well, of the threads that it sees. The file is
+    also written when an exception leaves the block.
 
     Args:
         path: the file to write, JSON.
@@ -47,7 +50,8 @@ def trace(path: str | os.PathLike, model: torch.nn.Module | None = None) -> Iter
     Path(path).touch()  # what can't be written is known before anything runs
     name_all_modules() if model is None else name_tensors(model)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    profiler = profile(activities=activities, acc_events=True)
+    every_thread = _ExperimentalConfig(profile_all_threads=True)  # host jobs have one of their own
+    profiler = profile(activities=activities, acc_events=True, experimental_config=every_thread)
     profiler.start()
     before = _moved()
     try:

@@ -74,6 +74,8 @@ const char* verbOf(Activity activity) {
       return "evict";
     case Activity::Wait:
       return "wait";
+    case Activity::HostWork:
+      return "host_work";
   }
   return "";
 }

@@ -15,12 +15,13 @@ enum class Activity : unsigned char {
   WriteBack, // the copy home of a result that the device holds is being enqueued
   Store, // the same for memory that somebody else owns
   Evict, // device memory is given up
-  Wait, // the host waits for copies, to touch host bytes
+  Wait, // the host waits for copies, or for host work, to touch host bytes
+  HostWork, // the host computes what need not be done at once
 };
 
 struct Observation {
   Activity activity;
-  int device; // -1 for a Wait
+  int device; // -1 for a Wait and for HostWork
   const void* host; // where the bytes begin, or would, on the host
   std::size_t bytes;
   Purpose purpose;

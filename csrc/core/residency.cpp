@@ -197,12 +197,14 @@ void Residency::awaitIssued(Lock& lock, const Block& block) {
     const bool mine = block.claims > 0 && jobs_.want(block);
     const std::uint64_t claims = claimsMade_;
     lock.unlock();
+    auto waits = mine ? observe({Activity::Wait, -1, block.data, block.bytes, block.purpose, block.gradientOf}) : nullptr;
     if (mine) jobs_.runFor(block);
     hostWait([&] {
       Lock inner(mutex_);
       // Another job may have come, which has to be wanted as well.
       issued_.wait(inner, [&] { return block.issuing == 0 || claimsMade_ != claims; });
     });
+    waits.reset(); // not under the mutex
     lock.lock();
   }
 }

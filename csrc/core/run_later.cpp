@@ -1,6 +1,7 @@
 // Work on host bytes that is done while the program goes on: Note [Host jobs].
 #include "core/residency.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace offload {
@@ -8,6 +9,13 @@ namespace {
 
 constexpr std::size_t kMostJobs = 4096; // not done yet
 constexpr std::size_t kMostKept = std::size_t{1} << 30; // bytes that nobody but jobs keeps, as far as they have been counted
+
+// By what it writes to first.
+Observation workOn(const std::vector<Residency::Claim>& claims) {
+  const auto written = std::ranges::find(claims, Access::Write, &Residency::Claim::access);
+  const Block& block = *(written != claims.end() ? *written : claims.front()).block;
+  return {Activity::HostWork, -1, block.data, block.bytes, block.purpose, block.gradientOf};
+}
 
 } // namespace
 
@@ -90,6 +98,7 @@ void Residency::runJob(
   try {
     for (const Token& token : after) token.wait();
     for (const auto& [block, access] : claims) link_.hostAccess(block->data, block->bytes, access);
+    const auto span = observe(workOn(claims));
     work();
   } catch (const std::exception& error) {
     hostErrors_.keep(error.what());

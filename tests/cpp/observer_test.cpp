@@ -132,6 +132,32 @@ TEST(Observer, AnEvictionSaysWhatItsBlockWas) {
   EXPECT_EQ(observed.log.of(Activity::Evict)[0].bytes, 1000U);
 }
 
+TEST(Observer, HostWorkAndWhoWaitsForIt) {
+  for (const auto when : {HostJobs::When::AtOnce, HostJobs::When::Wanted}) {
+    Log log;
+    CoreOptions options;
+    options.cache.hostJobs = when;
+    options.cache.observer = &log;
+    Rig rig(options);
+    log.cache = &rig.cache;
+    const Stream stream = rig.sim.createStream(0);
+    const auto read = rig.newBlock(pattern(1, 500));
+    const auto written = rig.newBlock(pattern(2, 1000));
+    written->purpose = Purpose::Parameter;
+    log.seen.clear();
+    rig.cache.runLater({{read.get(), Access::Read}, {written.get(), Access::Write}}, [] {});
+    EXPECT_EQ(log.seen.size(), when == HostJobs::When::AtOnce ? 1U : 0U);
+    rig.cache.fetch(*written, {0, 1000}, stream);
+    expect(log.of(Activity::HostWork), *written, {0, 1000}, Purpose::Parameter);
+    EXPECT_EQ(log.of(Activity::HostWork)[0].device, -1);
+    EXPECT_EQ(log.of(Activity::Wait).size(), when == HostJobs::When::AtOnce ? 0U : 1U);
+    rig.cache.runLater({{read.get(), Access::Read}}, [] {});
+    rig.cache.drain(false);
+    EXPECT_EQ(log.of(Activity::HostWork).back().host, read->data);
+    EXPECT_EQ(log.open, 0);
+  }
+}
+
 TEST(Observer, EveryCopyOfABatchIsTold) {
   Log log;
   CoreOptions options;

@@ -127,7 +127,14 @@ RUNS = {
     ),
     "a third order": (ORDER, {"TORCH_OFFLOAD_SEED": "5", "TORCH_OFFLOAD_EVICT": "1", "TORCH_OFFLOAD_BUDGET": "512"}),
     "host work by a thread": (
-        ["test_host_jobs.py", "test_host_updates.py", "test_optim.py", "test_optimizer_steps.py", "test_budget.py"],
+        [
+            "test_host_jobs.py",
+            "test_host_updates.py",
+            "test_optim.py",
+            "test_optimizer_steps.py",
+            "test_budget.py",
+            "test_trace.py",
+        ],
         {
             "TORCH_OFFLOAD_SEED": "16",
             "TORCH_OFFLOAD_HOST_JOBS": "soon",

@@ -86,6 +86,17 @@ def test_every_copy_is_an_event(tmp_path, budget):
 
 
 @cached
+def test_host_work_is_seen_whoever_does_it(tmp_path):
+    model = layers(3).to("offload")
+    train(model)
+    torch_offload.synchronize()
+    events, _ = traced(tmp_path / "t.json", lambda: train(model, steps=3), model=model)
+    work = of(events, "host_work")
+    assert Counter(event["args"]["tensor"] for event in work) == {name: 3 for name, _ in model.named_parameters()}
+    assert bytes_of(work) == 3 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+@cached
 @pytest.mark.parametrize("budget", [0, "auto"])
 def test_a_gradient_says_whose_it_is(tmp_path, budget):
     """Two parameters of one storage, one by itself, and one that has no name."""
