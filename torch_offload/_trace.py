@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from torch_offload import _C
 from torch_offload._names import name_all_modules, name_tensors
 from torch_offload._timeline import annotate
 from torch_offload.device import device_count, memory_stats, synchronize
@@ -36,8 +36,8 @@ def trace(path: str | os.PathLike, model: torch.nn.Module | None = None) -> Iter
     ``torch_offload``. Where the host computes, and no GPU is simulated, nothing is copied, and the file has the
     operations alone.
 
-    It is a run of ``torch.profiler`` and costs as much, so only one can go on at a time; it sees all threads. The
-    ranges, without stalls, are in every other run of ``torch.profiler`` as well, of the threads that it sees. The file is
+    It is a run of ``torch.profiler`` and costs as much, so only one can go on at a time. The ranges, without stalls and
+    without what a thread does while the program goes on, are in every other run of ``torch.profiler`` as well. The file is
     also written when an exception leaves the block.
 
     Args:
@@ -50,19 +50,22 @@ def trace(path: str | os.PathLike, model: torch.nn.Module | None = None) -> Iter
     Path(path).touch()  # what can't be written is known before anything runs
     name_all_modules() if model is None else name_tensors(model)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    every_thread = _ExperimentalConfig(profile_all_threads=True)  # host jobs have one of their own
-    profiler = profile(activities=activities, acc_events=True, experimental_config=every_thread)
+    profiler = profile(activities=activities, acc_events=True)
     profiler.start()
+    _C.look_at_host_work(True)
     before = _moved()
     try:
         yield profiler
     finally:
-        synchronize()
-        counts = {key: count - before[key] for key, count in _moved().items()}
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        profiler.stop()
-        _write(profiler, Path(path), counts)
+        try:
+            synchronize()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        finally:
+            counts = {key: count - before[key] for key, count in _moved().items()}
+            _C.look_at_host_work(False)  # of which nothing may go on while the profiler stops
+            profiler.stop()
+            _write(profiler, Path(path), counts)
 
 
 def _write(profiler: profile, path: Path, counts: dict[str, int]) -> None:

@@ -3,8 +3,11 @@
 #include "aten/tensors.h"
 
 #include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <map>
+#include <mutex>
+#include <optional>
 
 namespace offload {
 namespace {
@@ -91,6 +94,26 @@ class Range final : public Observer::Span {
   at::RecordFunction range_;
 };
 
+/// What makes a thread's operations seen: PyTorch's profiler, and what it keeps them in, are of the thread that has started it.
+struct Looking {
+  at::RecordFunctionTLS callbacks;
+  std::shared_ptr<c10::ThreadLocalDebugInfo> info;
+};
+
+class LookedAt final : public Observer::Span {
+ public:
+  explicit LookedAt(const Looking& looking) : before_(at::get_record_function_tls_()), info_(looking.info) {
+    at::set_record_function_tls_(looking.callbacks);
+  }
+  ~LookedAt() override {
+    at::set_record_function_tls_(before_);
+  }
+
+ private:
+  const at::RecordFunctionTLS before_;
+  const c10::DebugInfoGuard info_;
+};
+
 class ActivityRanges final : public Observer {
  public:
   std::unique_ptr<Span> begin(const Observation& observation) noexcept override {
@@ -110,13 +133,41 @@ class ActivityRanges final : public Observer {
       return nullptr; // a range that is missing harms nobody
     }
   }
+
+  std::unique_ptr<Span> enterHostWork() noexcept override {
+    try {
+      if (at::hasThreadLocalCallbacks()) return nullptr; // it is looked at already
+      const std::lock_guard lock(mutex_);
+      return looking_ ? std::make_unique<LookedAt>(*looking_) : nullptr;
+    } catch (...) {
+      return nullptr;
+    }
+  }
+
+  void lookAtHostWork(bool look) {
+    const std::lock_guard lock(mutex_);
+    looking_.reset();
+    if (look) looking_.emplace(at::get_record_function_tls_(), c10::ThreadLocalDebugInfo::current());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::optional<Looking> looking_;
 };
+
+ActivityRanges& ranges() {
+  static auto* instance = new ActivityRanges(); // as long as the Context
+  return *instance;
+}
 
 } // namespace
 
 Observer& activityRanges() {
-  static auto* instance = new ActivityRanges(); // as long as the Context
-  return *instance;
+  return ranges();
+}
+
+void lookAtHostWork(bool look) {
+  ranges().lookAtHostWork(look);
 }
 
 void nameTensor(const at::Tensor& tensor, const std::string& name, bool replace) {

@@ -17,6 +17,10 @@ namespace offload {
 /// are enqueued at once all carry the last one's. While nothing records, all of this is one question to a thread-local.
 Observer& activityRanges();
 
+/// From now on whatever this library's thread does is seen by whoever looks at the calling thread now; false: by nobody, once what it
+/// is doing is done.
+void lookAtHostWork(bool look);
+
 /// Names the bytes of an offload tensor until its storage goes; `replace` says what becomes of a name that they have.
 void nameTensor(const at::Tensor& tensor, const std::string& name, bool replace);
 /// Before the Block's memory is used for another one.

@@ -40,6 +40,10 @@ class Observer {
   virtual ~Observer() = default;
   /// Null where nobody looks at present.
   virtual std::unique_ptr<Span> begin(const Observation& observation) noexcept = 0;
+  /// Whoever does host work, a thread that nobody looks at perhaps, is within it meanwhile, and while it copies ahead what that has written.
+  virtual std::unique_ptr<Span> enterHostWork() noexcept {
+    return nullptr;
+  }
 };
 
 } // namespace offload

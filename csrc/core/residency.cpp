@@ -194,10 +194,11 @@ std::shared_ptr<Slot> Residency::find(const Block& block, Extent extent, int ind
 void Residency::awaitIssued(Lock& lock, const Block& block) {
   // Who issues may need the GIL to go on, and the GIL is never taken back under the mutex.
   while (block.issuing > 0) {
-    const bool mine = block.claims > 0 && jobs_.want(block);
+    const bool forWork = block.claims > 0;
+    const bool mine = forWork && jobs_.want(block);
     const std::uint64_t claims = claimsMade_;
     lock.unlock();
-    auto waits = mine ? observe({Activity::Wait, -1, block.data, block.bytes, block.purpose, block.gradientOf}) : nullptr;
+    auto waits = forWork ? observe({Activity::Wait, -1, block.data, block.bytes, block.purpose, block.gradientOf}) : nullptr;
     if (mine) jobs_.runFor(block);
     hostWait([&] {
       Lock inner(mutex_);

@@ -133,7 +133,7 @@ class Residency {
     Block* block;
     Access access;
   };
-  /// Has `work` done on host bytes as under leases of these Blocks, each of which is named once: at once or later, by Note [Host jobs].
+  /// Has `work` done on host bytes as under leases of these Blocks, one at least, each of which is named once: at once or later, by Note [Host jobs].
   /// Where anybody has a lease on one, or it is Shared, that is at once. `work` keeps the Blocks alive, and neither calls this library
   /// nor takes the GIL; what it throws later the next fetch, lease or drain does.
   void runLater(std::vector<Claim> claims, std::function<void()> work);

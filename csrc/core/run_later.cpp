@@ -95,6 +95,7 @@ void Residency::limitJobs(const std::vector<Claim>& claims) {
 
 void Residency::runJob(
     const std::vector<Claim>& claims, const std::vector<Token>& after, const std::function<void()>& work) noexcept {
+  const auto within = options_.observer != nullptr ? options_.observer->enterHostWork() : nullptr;
   try {
     for (const Token& token : after) token.wait();
     for (const auto& [block, access] : claims) link_.hostAccess(block->data, block->bytes, access);

@@ -205,6 +205,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("claim", &claimTensors, py::arg("tensors"), py::arg("purpose"));
   m.def("snapshot", &takeSnapshot);
   m.def("record_history", [](std::size_t most) { context().accounts().recordHistory(most); });
+  m.def("look_at_host_work", [](bool look) {
+    lookAtHostWork(look);
+    const py::gil_scoped_release others;
+    if (!look && Context::get().hasCache()) Context::get().residency().finishJobs();
+  });
   m.def("name_tensor", [](py::handle tensor, const std::string& name, bool replace) {
     nameTensor(THPVariable_Unpack(tensor.ptr()), name, replace);
   });

@@ -1,8 +1,10 @@
 // What an Observer is told, and when.
 #include "core_rig.h"
 
+#include <chrono>
 #include <mutex>
 #include <set>
+#include <thread>
 
 namespace offload {
 namespace {
@@ -16,6 +18,7 @@ class Log final : public Observer {
     explicit Ended(Log& l) : log(l) {}
     ~Ended() override {
       log.look();
+      const std::lock_guard lock(log.mutex);
       --log.open;
     }
     Log& log;
@@ -23,13 +26,17 @@ class Log final : public Observer {
 
   std::unique_ptr<Span> begin(const Observation& observation) noexcept override {
     look();
+    const std::lock_guard lock(mutex);
     seen.push_back(observation);
     if (!recording) return nullptr;
     mostOpen = std::max(mostOpen, ++open);
     return std::make_unique<Ended>(*this);
   }
   void look() const {
-    if (cache != nullptr) stats = cache->stats(0);
+    if (cache == nullptr) return;
+    const ResidencyStats now = cache->stats(0);
+    const std::lock_guard lock(mutex);
+    stats = now;
   }
   std::vector<Observation> of(Activity activity) const {
     std::vector<Observation> found;
@@ -44,6 +51,7 @@ class Log final : public Observer {
     return bytes;
   }
 
+  mutable std::mutex mutex; // host work may be done by a thread
   const Residency* cache = nullptr;
   bool recording = true;
   int open = 0;
@@ -133,7 +141,7 @@ TEST(Observer, AnEvictionSaysWhatItsBlockWas) {
 }
 
 TEST(Observer, HostWorkAndWhoWaitsForIt) {
-  for (const auto when : {HostJobs::When::AtOnce, HostJobs::When::Wanted}) {
+  for (const auto when : {HostJobs::When::AtOnce, HostJobs::When::Wanted, HostJobs::When::Soon}) {
     Log log;
     CoreOptions options;
     options.cache.hostJobs = when;
@@ -145,8 +153,9 @@ TEST(Observer, HostWorkAndWhoWaitsForIt) {
     const auto written = rig.newBlock(pattern(2, 1000));
     written->purpose = Purpose::Parameter;
     log.seen.clear();
-    rig.cache.runLater({{read.get(), Access::Read}, {written.get(), Access::Write}}, [] {});
-    EXPECT_EQ(log.seen.size(), when == HostJobs::When::AtOnce ? 1U : 0U);
+    rig.cache.runLater({{read.get(), Access::Read}, {written.get(), Access::Write}}, [when] {
+      if (when == HostJobs::When::Soon) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    });
     rig.cache.fetch(*written, {0, 1000}, stream);
     expect(log.of(Activity::HostWork), *written, {0, 1000}, Purpose::Parameter);
     EXPECT_EQ(log.of(Activity::HostWork)[0].device, -1);
@@ -155,6 +164,40 @@ TEST(Observer, HostWorkAndWhoWaitsForIt) {
     rig.cache.drain(false);
     EXPECT_EQ(log.of(Activity::HostWork).back().host, read->data);
     EXPECT_EQ(log.open, 0);
+  }
+}
+
+TEST(Observer, WhoeverDoesHostWorkIsWithinIt) {
+  struct Within final : Observer {
+    struct Entered final : Span {
+      explicit Entered(std::set<std::thread::id>& t) : threads(t) {
+        threads.insert(std::this_thread::get_id());
+      }
+      ~Entered() override {
+        threads.erase(std::this_thread::get_id());
+      }
+      std::set<std::thread::id>& threads;
+    };
+    std::unique_ptr<Span> begin(const Observation&) noexcept override {
+      return nullptr;
+    }
+    std::unique_ptr<Span> enterHostWork() noexcept override {
+      return std::make_unique<Entered>(threads);
+    }
+    std::set<std::thread::id> threads;
+  };
+  for (const auto when : {HostJobs::When::AtOnce, HostJobs::When::Wanted, HostJobs::When::Soon}) {
+    Within within;
+    CoreOptions options;
+    options.cache.hostJobs = when;
+    options.cache.observer = &within;
+    Rig rig(options);
+    const auto block = rig.newBlock(pattern(2, 1000));
+    bool seen = false;
+    rig.cache.runLater({{block.get(), Access::Write}}, [&] { seen = within.threads.contains(std::this_thread::get_id()); });
+    rig.cache.drain(false);
+    EXPECT_TRUE(seen);
+    EXPECT_TRUE(within.threads.empty());
   }
 }
 
