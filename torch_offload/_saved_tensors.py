@@ -19,7 +19,7 @@ class SavedTensorsPlan(NamedTuple):
     share: float
     """How much of the bytes that might travel does, from 0 to 1."""
     demanded_share: float
-    """How much had to in that step for no more than ``max_gpu_bytes`` to stay; 0 without that."""
+    """How much has to for no more than ``max_gpu_bytes`` to stay, but of the last that is saved; 0 without that."""
     bytes: int
     """What might have travelled in that step."""
     sent_bytes: int
@@ -61,11 +61,11 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         share: How much of the bytes that might travel does, from 0 to 1, spread evenly over each step; or ``"auto"``: as much
             as the link can carry while the GPU computes. Then everything travels in the first steps, until one of them, the
             second at the earliest, is over and tells by how long the GPU waited how much may in those that follow;
-            :attr:`plan` says what was chosen. Default: 1.
+            :attr:`plan` says what was chosen. Default: 1, or with ``max_gpu_bytes`` 0: no more than that demands.
         max_gpu_bytes: How many bytes of what might travel may stay on the GPU at once, those of ``keep_bytes`` among them.
-            Where ``share``, 0 or ``"auto"`` say, would leave more, as much travels as this demands, spread evenly over each
-            step by how much the last one has saved; what a step saves beyond that travels as it comes. What is under way is not
-            counted, nor what others hold. Default: no limit.
+            What is beyond travels, spread evenly over each step by how much the last one has saved; what a step saves beyond
+            that travels as it comes. Not counted are what is under way, what others hold, and what ``max_host_bytes`` has no
+            room for; counted together are all GPUs that the region is used on. Default: no limit.
         max_host_bytes: How much host memory may be held for this at once, in bytes; what is saved beyond stays on the GPU, and
             a warning says so once. Default: no limit but the machine's.
         in_flight_bytes: How many bytes on their way may take GPU memory, in each direction: the GPU waits for the copies of
@@ -90,7 +90,7 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         *,
         min_bytes: int = 1 << 20,
         keep_bytes: int = 0,
-        share: float | Literal["auto"] = 1.0,
+        share: float | Literal["auto"] | None = None,
         max_gpu_bytes: int | None = None,
         max_host_bytes: int | None = None,
         in_flight_bytes: int | None = None,
@@ -108,6 +108,8 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         for name, value in given.items():
             if value is not None and value < 0:
                 raise ValueError(f"offload: {name} is {value}; give bytes, 0 or more.")
+        if share is None:
+            share = 1.0 if max_gpu_bytes is None else 0.0
         if share != "auto" and not (isinstance(share, Real) and 0 <= share <= 1):
             raise ValueError(f'offload: share is {share!r}; give a number from 0 to 1, or "auto".')
         if max_gpu_bytes is not None and keep_bytes > max_gpu_bytes:

@@ -73,7 +73,10 @@ std::vector<std::shared_ptr<SavedStorage>> SavedOrder::newlyAlone(std::size_t mo
     }
   }
   auto last = result.end();
-  for (std::size_t bytes = 0; last != result.begin() && (bytes += (*std::prev(last))->bytes_) <= lastBytes;) --last;
+  for (std::size_t bytes = 0; last != result.begin() && lastBytes > 0; --last) {
+    bytes += (*std::prev(last))->bytes_;
+    if (bytes > lastBytes && last != result.end()) break;
+  }
   {
     const std::lock_guard lock(mutex_);
     waiting_.insert(waiting_.end(), last, result.end());

@@ -25,7 +25,7 @@ class SavedOrder {
   std::shared_ptr<SavedStorage> find(const at::Tensor& tensor, Stream stream);
   void add(const std::shared_ptr<SavedStorage>& saved);
   /// Those that nobody else holds any more, of the first `most` that wait for that, or all; each is told once. The last of them, up to so many
-  /// bytes, wait on.
+  /// bytes and one at least where that is not 0, wait on.
   std::vector<std::shared_ptr<SavedStorage>> newlyAlone(std::size_t most, std::size_t lastBytes = 0);
   void wentHome(SavedStorage& saved);
   bool isHome(const SavedStorage& saved);

@@ -104,7 +104,7 @@ std::shared_ptr<SavedStorage> SavedTensors::noteDown(const at::Tensor& tensor) {
   const c10::DeviceIndex index = indexOf(tensor);
   const c10::Device target = pairedDevice(index);
   const Stream stream = Context::get().currentStream(index);
-  if (meter_) meter_->saving(target);
+  if (meter_) meter_->saving(target, roomToStay());
   {
     const std::lock_guard lock(mutex_);
     ++noted_[index];
@@ -167,7 +167,7 @@ void SavedTensors::sendWhatExceeds() {
             std::to_string(hostBytes_.load()) + " now");
         continue;
       }
-      const auto goes = meter_ ? meter_->take(bytes, mayStay(*next)) : StepMeter::Next{};
+      const auto goes = meter_ ? meter_->take(bytes, next->bytes_, roomToStay()) : StepMeter::Next{};
       if (!goes.goes) letStay(*next);
       if (!goes.goes && !goes.underWay) continue;
       // What waits is the stream that it was made on.
@@ -191,9 +191,9 @@ void SavedTensors::sendWhatExceeds() {
   }
 }
 
-bool SavedTensors::mayStay(const SavedStorage& saved) {
+std::size_t SavedTensors::roomToStay() {
   const std::lock_guard lock(mutex_);
-  return options_.keepBytes + stayingBytes_ + saved.bytes_ <= options_.maxGpuBytes;
+  return options_.maxGpuBytes - std::min(options_.keepBytes + stayingBytes_, options_.maxGpuBytes);
 }
 
 void SavedTensors::letStay(SavedStorage& saved) {

@@ -80,8 +80,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
  public:
   explicit SavedTensors(SavedTensorsOptions options) : options_(options) {
     if (options.learnsShare || options.share < 1) {
-      meter_.emplace(
-          options.share, options.learnsShare, options.maxGpuBytes - std::min(options.keepBytes, options.maxGpuBytes));
+      meter_.emplace(options.share, options.learnsShare);
     }
   }
 
@@ -94,7 +93,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::shared_ptr<SavedTensor> pack(const at::Tensor& tensor, bool home = true);
   at::Tensor unpack(const SavedTensor& saved);
   /// To be called when nothing more is saved for now, of what a compiled function has saved all at once above all: it is looked at
-  /// once more, and the last of it, as much as the ring has room for at once, stays.
+  /// once more, and the last of it, as much as the ring has room for at once and one storage at least, stays.
   void left();
   /// What has been learned of how much may go.
   std::optional<StepMeter::Plan> plan() const {
@@ -108,7 +107,7 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::shared_ptr<SavedStorage> noteDown(const at::Tensor& tensor);
   static void sendHomeWhatMayGo(c10::Device target, std::size_t look, std::size_t lastBytes = 0);
   void sendWhatExceeds();
-  bool mayStay(const SavedStorage& saved);
+  std::size_t roomToStay();
   void letStay(SavedStorage& saved);
   void doWithout(const std::string& why);
   void forget(SavedStorage& saved) noexcept;

@@ -96,20 +96,20 @@ bool StepMeter::isWatched(c10::Device device) const {
   return now_ && now_->device == device;
 }
 
-void StepMeter::saving(c10::Device device) {
+void StepMeter::saving(c10::Device device, std::size_t mayStay) {
   const std::lock_guard lock(mutex_);
   if (!std::exchange(inBackward_, false)) return;
-  beginStep(device);
+  beginStep(device, mayStay);
 }
 
-void StepMeter::beginStep(c10::Device device) {
+void StepMeter::beginStep(c10::Device device, std::size_t mayStay) {
+  if (now_) now_->seen.forced = share_.forced();
   if (now_ && now_->end.isSet() && !before_) before_ = std::move(now_);
   now_.reset();
   learn();
-  share_.begin(learns_ ? Context::get().residency().ringBytes() / 2 : 0, mayStay_);
+  share_.begin(learns_ ? Context::get().residency().ringBytes() / 2 : 0, mayStay);
   if (!isWorthWatching(steps_++) || !learns_) return;
   now_.emplace(device);
-  now_->seen.demanded = share_.demanded();
   now_->upBefore = carriedBy(device).bytesToHost;
   now_->memoryBefore = hostMemory();
   now_->begin = Moment::now(device);
@@ -133,9 +133,9 @@ void StepMeter::asked(c10::Device device) {
   now_->end = Moment::now(device);
 }
 
-StepMeter::Next StepMeter::take(std::size_t bytes, bool mayStay) {
+StepMeter::Next StepMeter::take(std::size_t bytes, std::size_t memory, std::size_t room) {
   const std::lock_guard lock(mutex_);
-  const auto next = share_.take(bytes, mayStay);
+  const auto next = share_.take(bytes, memory, room);
   const bool late = next == HiddenShare::Next::Late;
   if (now_) (late ? now_->seen.late : now_->seen.candidates) += bytes;
   return {next == HiddenShare::Next::Goes, late ? std::optional(share_.left()) : std::nullopt};
@@ -167,7 +167,7 @@ void StepMeter::learn() {
 std::optional<StepMeter::Plan> StepMeter::plan() const {
   const std::lock_guard lock(mutex_);
   if (!learned_) return std::nullopt;
-  return Plan{share_.share(), *learned_};
+  return Plan{share_.share(), share_.demanded(), *learned_};
 }
 
 } // namespace offload

@@ -53,16 +53,18 @@ class StepMeter {
     Moment begin_;
   };
 
-  /// Of the first step, and if `learns` is false of all, where more need not go for `mayStay` bytes to stay.
-  StepMeter(double share, bool learns, std::size_t mayStay) : learns_(learns), mayStay_(mayStay), share_(share) {}
+  /// Of the first step, and if `learns` is false of all, where more need not go for no more to stay than may.
+  StepMeter(double share, bool learns) : learns_(learns), share_(share) {}
 
   struct Plan {
     double share = 1;
+    double demanded = 0; // the least
     SavedStep last; // that was learned from
   };
 
-  /// To be called whenever something is saved in a forward, before a backward is given it, and behind that.
-  void saving(c10::Device device);
+  /// To be called whenever something is saved in a forward, of which so much memory may stay from now on, before a backward is given it,
+  /// and behind that.
+  void saving(c10::Device device, std::size_t mayStay);
   void asking(c10::Device device);
   void asked(c10::Device device);
   struct Next {
@@ -70,8 +72,9 @@ class StepMeter {
     /// Where they don't because forward ends soon: what may be under way still.
     std::optional<std::size_t> underWay;
   };
-  /// Whether these bytes, which are the next that might go, should, as they must where they may not stay; and that they did.
-  Next take(std::size_t bytes, bool mayStay);
+  /// Whether these bytes, which are the next that might go and free so much memory, should, as they must where there is no room for it
+  /// to stay; and that they did.
+  Next take(std::size_t bytes, std::size_t memory, std::size_t room);
   void sent(std::size_t bytes);
   /// None before there is something that was learned from.
   std::optional<Plan> plan() const;
@@ -91,11 +94,10 @@ class StepMeter {
   };
 
   bool isWatched(c10::Device device) const;
-  void beginStep(c10::Device device);
+  void beginStep(c10::Device device, std::size_t mayStay);
   void learn();
 
   const bool learns_;
-  const std::size_t mayStay_;
   mutable std::mutex mutex_;
   HiddenShare share_;
   int steps_ = 0;

@@ -21,27 +21,37 @@ double part(double exposed, double whole) {
 void HiddenShare::begin(std::size_t underWay, std::size_t mayStay) {
   if (std::exchange(sent_, false)) due_ = 0;
   expected_ = std::exchange(offered_, 0);
-  underWay_ = underWay;
-  demanded_ = 0;
-  if (expected_ <= mayStay) return;
-  const auto expected = static_cast<double>(expected_);
+  const auto memory = static_cast<double>(std::exchange(memory_, 0));
   const auto most = static_cast<double>(mayStay);
-  // What is late stays too.
-  const double late = std::min({static_cast<double>(underWay) / (1 - most / expected), kMostLate * expected, most});
-  demanded_ = 1 - (most - late) / (expected - late);
+  const auto expected = static_cast<double>(expected_);
+  demanded_ = memory > most ? 1 - most / memory : 0;
+  double late = share() > 0 ? std::min(static_cast<double>(underWay) / share(), kMostLate * expected) : 0;
+  if (demanded_ > 0) { // what is late stays too
+    const double part = std::min(late / expected, most / memory / 2);
+    demanded_ = 1 - (most / memory - part) / (1 - part);
+    late = part * expected;
+  }
+  late_ = static_cast<std::size_t>(late);
+  lateMemory_ = expected > 0 ? static_cast<std::size_t>(late / expected * memory) : 0;
+  forced_ = demanded_ > share_;
 }
 
 std::size_t HiddenShare::left() const {
   return static_cast<std::size_t>(share() * static_cast<double>(expected_ - std::min(offered_, expected_)));
 }
 
-HiddenShare::Next HiddenShare::take(std::size_t bytes, bool mayStay) {
+HiddenShare::Next HiddenShare::take(std::size_t bytes, std::size_t memory, std::size_t room) {
   offered_ += bytes;
+  memory_ += memory;
   if (share() >= 1) return Next::Goes;
-  const double most = std::min(static_cast<double>(underWay_), kMostLate * share() * static_cast<double>(expected_));
-  if (mayStay && offered_ <= expected_ && static_cast<double>(left()) < most) return Next::Late;
+  const bool last = offered_ <= expected_ && expected_ - offered_ < late_;
+  if (last && memory <= room) return Next::Late;
+  const std::size_t reserved = offered_ < expected_ ? lateMemory_ : 0;
+  const bool mayStay = memory <= room - std::min(reserved, room);
   due_ += share() * static_cast<double>(bytes);
-  if (mayStay && due_ < static_cast<double>(bytes)) return Next::Stays;
+  const bool due = due_ >= static_cast<double>(bytes);
+  if (!due && mayStay) return Next::Stays;
+  if (!due) forced_ = true;
   due_ -= static_cast<double>(bytes);
   sent_ = true;
   return Next::Goes;
@@ -55,12 +65,13 @@ void HiddenShare::learn(const SavedStep& step) {
   if (std::max(forward, backward) <= kUnnoticed) {
     const double halfway = tooMuch_ > 1 ? 1 : (share_ + tooMuch_) / 2;
     waited_ = false;
-    share_ = std::max(share_, step.demanded);
+    if (step.forced)
+      share_ = std::clamp(part(static_cast<double>(step.sent), static_cast<double>(step.candidates)), share_, 1.0);
     proved_ = std::max(proved_, share_);
     share_ = std::max(share_, std::min(kGrowth * share_ + kLeastGrowth, halfway));
     return;
   }
-  if (step.demanded > share_) return;
+  if (step.forced) return;
   const double before = share_;
   if (!std::exchange(waited_, true) && proved_ >= 0) {
     share_ = std::min(share_, proved_);

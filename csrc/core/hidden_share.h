@@ -16,7 +16,7 @@ struct SavedStep {
   std::size_t candidates = 0; // bytes that might have gone
   std::size_t late = 0; // and those that would still have been under way at the end of forward
   std::size_t sent = 0; // those that went
-  double demanded = 0; // the share that had to go
+  bool forced = false; // more had to go than by the share
   std::size_t up = 0; // bytes that the link carried home in forward, whatever they were
   std::size_t down = 0; // and to the device in backward
 };
@@ -31,11 +31,11 @@ struct SavedStep {
 ///
 /// Where no more than so many bytes may stay, what a step saves beyond must go, whatever that costs. It is spread evenly too, by how much
 /// the last step has saved; where this one saves more, the rest of it goes as it comes. A step that had to send more than the share
-/// tells nothing of what is hidden, but where it didn't wait.
+/// tells nothing of what is hidden where it waited, and else that all it sent is.
 ///
 /// What would leave with the end of forward frees nothing by then, and is in the way of what backward wants first. So the last of
 /// what a step saves stays, by how much the step before it has saved: as much as would be under way then, but no more than
-/// an eighth. Meanwhile what was sent before may leave. Not thread safe.
+/// an eighth, nor than half of what may stay. Meanwhile what was sent before may leave. Not thread safe.
 class HiddenShare {
  public:
   /// `first` is the share of the first step.
@@ -44,17 +44,21 @@ class HiddenShare {
   double share() const {
     return std::max(share_, demanded_);
   }
-  /// The least share by which no more stays than may.
+  /// The least share by which no more stays than may, of what is not late.
   double demanded() const {
     return demanded_;
+  }
+  /// Whether more of this step had to go than by what is held to be hidden.
+  bool forced() const {
+    return forced_;
   }
   /// A step begins. `underWay` is how much may be sent and not have left: 0 if that is not to be looked at. `mayStay` is how much may
   /// stay on the device.
   void begin(std::size_t underWay = 0, std::size_t mayStay = SIZE_MAX);
   enum class Next { Goes, Stays, Late };
-  /// Of these bytes, which are the next that might go, and where there is no room for them to stay must; those that do are spread
-  /// evenly, and begin anew in each step.
-  Next take(std::size_t bytes, bool mayStay = true);
+  /// Of these bytes, which are the next that might go; `memory` is what their going frees, which may be more, and `room` how much may
+  /// stay still. Those that go are spread evenly, and begin anew in each step.
+  Next take(std::size_t bytes, std::size_t memory, std::size_t room = SIZE_MAX);
   /// How much of this step would still have been sent.
   std::size_t left() const;
   void learn(const SavedStep& step);
@@ -69,7 +73,10 @@ class HiddenShare {
   bool sent_ = false; // in this step
   std::size_t offered_ = 0; // in this step
   std::size_t expected_ = 0; // as many as the last one offered
-  std::size_t underWay_ = 0;
+  std::size_t memory_ = 0; // that was offered in this step
+  std::size_t late_ = 0; // of what is expected, the last that stays
+  std::size_t lateMemory_ = 0;
+  bool forced_ = false;
   int learned_ = 0;
 };
 

@@ -20,7 +20,7 @@ std::optional<py::dict> planOf(const SavedTensors& region) {
   py::dict result;
   const SavedStep& last = plan->last;
   result["share"] = plan->share;
-  result["demanded_share"] = last.demanded;
+  result["demanded_share"] = plan->demanded;
   result["bytes"] = last.candidates + last.late;
   result["sent_bytes"] = last.sent;
   result["forward_seconds"] = last.forward;

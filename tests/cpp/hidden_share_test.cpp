@@ -48,8 +48,8 @@ void train(HiddenShare& share, const Program& program, int steps) {
 TEST(HiddenShare, AllGoesInTheFirstStep) {
   HiddenShare share;
   EXPECT_EQ(share.share(), 1);
-  EXPECT_EQ(share.take(100), Next::Goes);
-  EXPECT_EQ(share.take(1), Next::Goes);
+  EXPECT_EQ(share.take(100, 100), Next::Goes);
+  EXPECT_EQ(share.take(1, 1), Next::Goes);
 }
 
 TEST(HiddenShare, WhatIsHiddenIsKnownAfterOneStep) {
@@ -142,7 +142,7 @@ TEST(HiddenShare, ShortStepsSendTheirShareTogether) {
   int sent = 0;
   for (int i = 0; i < 120; ++i) {
     share.begin();
-    sent += share.take(100) == Next::Goes ? 1 : 0;
+    sent += share.take(100, 100) == Next::Goes ? 1 : 0;
   }
   EXPECT_EQ(sent, 30);
 }
@@ -156,7 +156,7 @@ TEST(HiddenShare, WhatGoesIsSpreadEvenly) {
   for (int layer = 0; layer < 50; ++layer) {
     for (const std::size_t bytes : sizes) {
       seen += bytes;
-      sent += share.take(bytes) == Next::Goes ? bytes : 0;
+      sent += share.take(bytes, bytes) == Next::Goes ? bytes : 0;
       const double due = share.share() * static_cast<double>(seen);
       EXPECT_LE(static_cast<double>(sent), due + 1e-6);
       EXPECT_GE(static_cast<double>(sent), due - 224);
@@ -169,7 +169,7 @@ std::vector<int> sentOf(HiddenShare& share, std::size_t underWay, int count = 20
   std::vector<int> sent;
   share.begin(underWay);
   for (int i = 0; i < count; ++i) {
-    if (share.take(100) == Next::Goes) sent.push_back(i);
+    if (share.take(100, 100) == Next::Goes) sent.push_back(i);
   }
   return sent;
 }
@@ -218,7 +218,7 @@ std::vector<int> sentBeyond(HiddenShare& share, std::size_t most, int count, std
   std::size_t stay = 0;
   share.begin(underWay, most);
   for (int i = 0; i < count; ++i) {
-    if (share.take(100, stay + 100 <= most) == Next::Goes) {
+    if (share.take(100, 100, most - stay) == Next::Goes) {
       sent.push_back(i);
     } else {
       stay += 100;
@@ -251,6 +251,49 @@ TEST(HiddenShare, WhatIsLateIsOfWhatMayStay) {
   }
 }
 
+TEST(HiddenShare, HalfOfALittleThatMayStayIsLate) {
+  for (const std::size_t most : {200U, 400U, 800U, 1600U}) {
+    HiddenShare share(0);
+    sentBeyond(share, most, 80, 100'000);
+    const auto sent = sentBeyond(share, most, 80, 100'000);
+    EXPECT_EQ(sent.size(), 80 - most / 100) << most;
+    const std::size_t late = std::min<std::size_t>(most / 200, 10); // no more than an eighth
+    EXPECT_NEAR(sent.back(), 79 - static_cast<int>(late), 1) << most;
+  }
+}
+
+TEST(HiddenShare, WhatStaysIsMemoryAndWhatGoesAreBytes) {
+  HiddenShare share(0);
+  for (int step = 0; step < 3; ++step) {
+    share.begin(0, 6000);
+    std::vector<int> sent;
+    std::size_t stay = 0;
+    for (int i = 0; i < 20; ++i) {
+      if (share.take(100, 400, 6000 - stay) == Next::Goes) {
+        sent.push_back(i);
+      } else {
+        stay += 400;
+      }
+    }
+    if (step > 0) {
+      EXPECT_EQ(sent, (std::vector<int>{3, 7, 11, 15, 19}));
+    }
+  }
+}
+
+TEST(HiddenShare, AStepThatSavedMoreThanWasExpectedWasForced) {
+  HiddenShare share(0);
+  sentBeyond(share, 2000, 20);
+  EXPECT_FALSE(share.forced());
+  sentBeyond(share, 2000, 21);
+  EXPECT_TRUE(share.forced());
+  sentBeyond(share, 2000, 21);
+  EXPECT_TRUE(share.forced()); // as was demanded
+  sentBeyond(share, 2000, 20);
+  sentBeyond(share, 2000, 20);
+  EXPECT_FALSE(share.forced());
+}
+
 TEST(HiddenShare, MoreStaysThanTheLinkDemandsOnlyWhereItMay) {
   HiddenShare share(0.5);
   EXPECT_EQ(sentBeyond(share, 6000, 80).size(), 40U);
@@ -266,15 +309,16 @@ TEST(HiddenShare, StepsThatHadToWaitTeachNothing) {
   const double hidden = share.share();
   for (int i = 0; i < 20; ++i) {
     SavedStep step = program.run(0.8);
-    step.demanded = 0.8;
+    step.forced = true;
     share.learn(step);
   }
   EXPECT_EQ(share.share(), hidden);
   const Program faster{.forward = 0.2, .backward = 0.4};
   SavedStep step = faster.run(0.8);
-  step.demanded = 0.8;
+  step.forced = true;
   share.learn(step);
   EXPECT_GE(share.share(), 0.8);
+  EXPECT_LT(share.share(), 0.9);
 }
 
 } // namespace

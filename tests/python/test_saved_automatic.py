@@ -133,6 +133,57 @@ def test_what_is_learned_is_not_less_than_what_is_demanded(most, demanded):
     assert f" of what is saved travels{', ' if demanded else '; last'}" in str(region.plan)
 
 
+@cached
+def test_a_little_that_may_stay():
+    """What is saved last is of it; and without a share no more goes than must."""
+    region = everything(max_gpu_bytes=2 * SIZE)
+    for _ in range(4):
+        assert sigmoids(region)[-1] == pytest.approx(20, abs=1)
+    assert sigmoids(everything(max_gpu_bytes=30 * SIZE))[-1] == 0
+    assert sigmoids(everything(max_gpu_bytes=0))[-1] == 22
+    assert sigmoids(everything(max_gpu_bytes=30 * SIZE, share=1))[-1] == 22
+
+
+@cached
+def test_rows_that_free_what_they_are_of():
+    """A row goes home by itself, and with it goes the storage that it is of, which is what would stay."""
+    region, x = everything(max_gpu_bytes=12 * 64 * 64 * 4), data(64, 64).requires_grad_()
+
+    def run():
+        x.grad, before, gone, total = None, sent_home(), [], 0
+        for factor in range(24):
+            total = total + (x * factor)[factor].square().sum()
+            gone.append((sent_home() - before) // (64 * 4))
+        return total, gone
+
+    run()[0].backward()
+    plain = x.grad
+    for step in range(3):
+        with region:
+            total, gone = run()
+        total.backward()
+        assert gone[-1] == pytest.approx(11, abs=1)
+        assert gone[12] == pytest.approx(6 if step else 0, abs=1.5)
+        assert_same(x.grad, plain)
+
+
+@cached
+def test_what_the_head_saves_last_stays():
+    ring = torch_offload.get_ring_bytes()
+    torch_offload.set_ring_bytes(1 << 16)
+    try:
+        x, before = data(64, 1024).requires_grad_(), sent_home()
+        with saved_tensors(min_bytes=1 << 10):
+            loss = nn.functional.cross_entropy(x.sigmoid() * 2, torch.zeros(64, dtype=torch.long, device=x.device))
+        assert sent_home() - before == x.nbytes  # what the sigmoid gave, and not the logarithms
+        loss.backward()
+    finally:
+        torch_offload.set_ring_bytes(ring)
+    z = x.detach().requires_grad_()
+    nn.functional.cross_entropy(z.sigmoid() * 2, torch.zeros(64, dtype=torch.long, device=z.device)).backward()
+    assert_same(x.grad, z.grad)
+
+
 def test_more_is_kept_than_may_stay():
     sentence = "offload: keep_bytes is 5, and max_gpu_bytes, which they are among, is 4; keep no more."
     says(ValueError, sentence, lambda: saved_tensors(keep_bytes=5, max_gpu_bytes=4))
@@ -238,7 +289,7 @@ def test_modules_enter_a_region_that_is_given():
     says(ValueError, sentence, lambda: offload_activations(net, region=region, min_bytes=3))
 
 
-@pytest.mark.parametrize("share", ["some", -0.1, 1.5, float("nan"), None, [], 1j])
+@pytest.mark.parametrize("share", ["some", -0.1, 1.5, float("nan"), [], 1j])
 def test_a_share_that_is_none(share):
     sentence = f'offload: share is {share!r}; give a number from 0 to 1, or "auto".'
     says(ValueError, sentence, lambda: saved_tensors(share=share))

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from helpers import COMPUTE, GPU, OFFLOAD, assert_same, data, grads, layers
-from saving import both_ways, cached, everything, held, sent_home, stats
+from saving import PLACES, both_ways, cached, everything, held, sent_home, stats
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -236,3 +236,47 @@ def test_offload_activations_of_an_offload_model_on_a_stream_of_steps():
             each.zero_grad()
             each(x).square().sum().backward()
         assert_same(grads(net), grads(plain), f"step {step}")
+
+
+@cached
+def test_what_is_fetched_of_offload_weights_does_not_travel():
+    """It is on the host already; the activations go, as beside weights on the compute device."""
+    sent = []
+    for device in PLACES:
+        net, x = layers(4, 64).to(device), data(32, 64).requires_grad_()
+        before = sent_home()
+        with everything():
+            loss = net(x).square().sum()
+        sent.append(sent_home() - before)
+        loss.backward()
+    assert sent[0] == sent[1] > 0
+
+
+@pytest.mark.parametrize("region_is_outside", [True, False])
+def test_hooks_of_the_user_around_a_region_and_within(region_is_outside):
+    def run(device, region, empty):
+        packed, unpacked = [], []
+
+        def pack(tensor):
+            packed.append(tensor.shape)
+            return tensor * 2
+
+        def unpack(tensor):
+            unpacked.append(tensor.shape)
+            return tensor / 2
+
+        around, within = region, lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        if not region_is_outside:
+            around, within = within, around
+        net, x = layers(2, 8).to(device), data(3, 8).requires_grad_()
+        with around():
+            y = net(x).sigmoid()
+            with within():
+                y = (y * y).exp()
+            y = y.tanh().square().sum()
+        empty()
+        y.backward()
+        assert sorted(unpacked) == sorted(packed) != []
+        return [x.grad, *(parameter.grad for parameter in net.parameters())]
+
+    both_ways(run)

@@ -71,6 +71,7 @@ REST = [
     "test_quantized.py",
     "test_torchao.py",
     "test_random_numbers.py",
+    "test_saved_compiled.py",
     "test_trace.py",
     "test_triton_launch.py",
     *[f"test_sharing.py::test_spawned[{scenario}]" for scenario in SHARING],
