@@ -133,7 +133,7 @@ class Residency {
     Block* block;
     Access access;
   };
-  /// Has `work` done on host bytes as under leases of these Blocks, one at least, each of which is named once: at once or later, by Note [Host jobs].
+  /// Has `work` done on host bytes as under leases of these Blocks, each of which is named once: at once or later, by Note [Host jobs].
   /// Where anybody has a lease on one, or it is Shared, that is at once. `work` keeps the Blocks alive, and neither calls this library
   /// nor takes the GIL; what it throws later the next fetch, lease or drain does.
   void runLater(std::vector<Claim> claims, std::function<void()> work);
@@ -270,7 +270,7 @@ class Residency {
   void endLease(Block& block, Access access) noexcept;
   void limitJobs(const std::vector<Claim>& claims);
   bool claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after);
-  void runJob(const std::vector<Claim>& claims, const std::vector<Token>& after, const std::function<void()>& work) noexcept;
+  void runJob(const std::vector<Claim>& claims, const std::vector<Token>& after, std::function<void()> work) noexcept;
   void require(const Block& block) const;
   auto audit(const char* call, const Block* block = nullptr) const {
     return Audit(options_.validate, call, [this, block] { block != nullptr ? validate(*block) : validate(); });

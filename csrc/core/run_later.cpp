@@ -21,6 +21,7 @@ Observation workOn(const std::vector<Residency::Claim>& claims) {
 
 void Residency::runLater(std::vector<Claim> claims, std::function<void()> work) {
   hostErrors_.raise();
+  if (claims.empty()) return work();
   HostJobs::Job job;
   for (const auto& [block, access] : claims) {
     if (access == Access::Write) {
@@ -31,7 +32,7 @@ void Residency::runLater(std::vector<Claim> claims, std::function<void()> work) 
     job.blocks.push_back(block);
   }
   auto after = std::make_shared<std::vector<Token>>();
-  job.run = [this, claims, after, work = std::move(work)] { runJob(claims, *after, work); };
+  job.run = [this, claims, after, work = std::move(work)]() mutable { runJob(claims, *after, std::move(work)); };
   limitJobs(claims);
   if (claim(claims, job, *after)) return;
   jobs_.drain(); // of those on the same Blocks that came before
@@ -93,8 +94,7 @@ void Residency::limitJobs(const std::vector<Claim>& claims) {
   if (tooMany) jobs_.drain();
 }
 
-void Residency::runJob(
-    const std::vector<Claim>& claims, const std::vector<Token>& after, const std::function<void()>& work) noexcept {
+void Residency::runJob(const std::vector<Claim>& claims, const std::vector<Token>& after, std::function<void()> work) noexcept {
   const auto within = options_.observer != nullptr ? options_.observer->enterHostWork() : nullptr;
   try {
     for (const Token& token : after) token.wait();
@@ -118,6 +118,7 @@ void Residency::runJob(
   }
   issued_.notify_all();
   for (const auto& [block, access] : claims) goOnAhead(*block);
+  work = nullptr; // what it keeps may go, and Slots with it
 }
 
 } // namespace offload

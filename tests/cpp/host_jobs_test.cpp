@@ -351,5 +351,14 @@ TEST(HostJobsSoon, WhatNothingHoldsUpGoesBeforeWhatIsHeldUp) {
   EXPECT_EQ(order.find("too early"), std::string::npos);
 }
 
+TEST(HostJobs, WorkOnNothingIsDoneAtOnce) {
+  for (const When when : {When::AtOnce, When::Wanted, When::Soon}) {
+    Jobs jobs(when);
+    bool done = false;
+    jobs.rig.cache.runLater({}, [&done] { done = true; });
+    EXPECT_TRUE(done);
+  }
+}
+
 } // namespace
 } // namespace offload
