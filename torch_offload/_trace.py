@@ -50,6 +50,7 @@ def trace(path: str | os.PathLike, model: torch.nn.Module | None = None) -> Iter
     Path(path).touch()  # what can't be written is known before anything runs
     name_all_modules() if model is None else name_tensors(model)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    synchronize()  # what was asked for before is neither seen nor counted
     profiler = profile(activities=activities, acc_events=True)
     profiler.start()
     _C.look_at_host_work(True)
