@@ -25,15 +25,11 @@ void HiddenShare::begin(std::size_t underWay, std::size_t mayStay) {
   const auto most = static_cast<double>(mayStay);
   const auto expected = static_cast<double>(expected_);
   demanded_ = memory > most ? 1 - most / memory : 0;
-  double late = share() > 0 ? std::min(static_cast<double>(underWay) / share(), kMostLate * expected) : 0;
-  if (demanded_ > 0) { // what is late stays too
-    const double part = std::min(late / expected, most / memory / 2);
-    demanded_ = 1 - (most / memory - part) / (1 - part);
-    late = part * expected;
-  }
-  late_ = static_cast<std::size_t>(late);
-  lateMemory_ = expected > 0 ? static_cast<std::size_t>(late / expected * memory) : 0;
   forced_ = demanded_ > share_;
+  late_ = 0;
+  if (forced_ || share_ <= 0) return; // what is sent is more than the link can hide: it should not rest
+  const double stay = memory > 0 ? std::max(0.0, most / memory - (1 - share_)) : 1; // as a part, beside what stays by the share
+  late_ = static_cast<std::size_t>(std::min({static_cast<double>(underWay) / share_, kMostLate * expected, stay / share_ * expected}));
 }
 
 std::size_t HiddenShare::left() const {
@@ -44,10 +40,8 @@ HiddenShare::Next HiddenShare::take(std::size_t bytes, std::size_t memory, std::
   offered_ += bytes;
   memory_ += memory;
   if (share() >= 1) return Next::Goes;
-  const bool last = offered_ <= expected_ && expected_ - offered_ < late_;
-  if (last && memory <= room) return Next::Late;
-  const std::size_t reserved = offered_ < expected_ ? lateMemory_ : 0;
-  const bool mayStay = memory <= room - std::min(reserved, room);
+  const bool mayStay = memory <= room;
+  if (mayStay && offered_ <= expected_ && expected_ - offered_ < late_) return Next::Late;
   due_ += share() * static_cast<double>(bytes);
   const bool due = due_ >= static_cast<double>(bytes);
   if (!due && mayStay) return Next::Stays;

@@ -35,7 +35,8 @@ struct SavedStep {
 ///
 /// What would leave with the end of forward frees nothing by then, and is in the way of what backward wants first. So the last of
 /// what a step saves stays, by how much the step before it has saved: as much as would be under way then, but no more than
-/// an eighth, nor than half of what may stay. Meanwhile what was sent before may leave. Not thread safe.
+/// an eighth; meanwhile what was sent before may leave. Where more has to go than is hidden nothing stays for that: the link should
+/// carry something all the time. Not thread safe.
 class HiddenShare {
  public:
   /// `first` is the share of the first step.
@@ -44,7 +45,7 @@ class HiddenShare {
   double share() const {
     return std::max(share_, demanded_);
   }
-  /// The least share by which no more stays than may, of what is not late.
+  /// The least share by which no more stays than may.
   double demanded() const {
     return demanded_;
   }
@@ -75,7 +76,6 @@ class HiddenShare {
   std::size_t expected_ = 0; // as many as the last one offered
   std::size_t memory_ = 0; // that was offered in this step
   std::size_t late_ = 0; // of what is expected, the last that stays
-  std::size_t lateMemory_ = 0;
   bool forced_ = false;
   int learned_ = 0;
 };

@@ -241,24 +241,26 @@ TEST(HiddenShare, WhatMayNotStayGoes) {
 }
 
 TEST(HiddenShare, WhatIsLateIsOfWhatMayStay) {
-  HiddenShare share(0.25);
-  for (int step = 0; step < 3; ++step) {
-    const auto sent = sentBeyond(share, 4000, 80, 300);
-    EXPECT_EQ(sent.size(), 40U);
-    if (step > 0) {
-      EXPECT_LT(sent.back(), 77);
+  for (const std::size_t most : {8000U, 3500U, 3300U, 3200U}) {
+    HiddenShare share(0.6);
+    for (int step = 0; step < 3; ++step) {
+      const auto sent = sentBeyond(share, most, 80, 300);
+      const std::size_t late = step == 0 || most == 3200 ? 0 : most == 3300 ? 1 : 5;
+      EXPECT_NEAR(static_cast<double>(sent.size()), 0.6 * static_cast<double>(80 - late), 1) << most;
+      EXPECT_NEAR(sent.back(), 79 - static_cast<int>(late), 1) << most;
+      EXPECT_FALSE(share.forced());
     }
   }
 }
 
-TEST(HiddenShare, HalfOfALittleThatMayStayIsLate) {
-  for (const std::size_t most : {200U, 400U, 800U, 1600U}) {
-    HiddenShare share(0);
+TEST(HiddenShare, WhereMoreGoesThanIsHiddenNothingIsLate) {
+  for (const std::size_t most : {200U, 1600U, 6000U}) {
+    HiddenShare share(0.1);
     sentBeyond(share, most, 80, 100'000);
     const auto sent = sentBeyond(share, most, 80, 100'000);
     EXPECT_EQ(sent.size(), 80 - most / 100) << most;
-    const std::size_t late = std::min<std::size_t>(most / 200, 10); // no more than an eighth
-    EXPECT_NEAR(sent.back(), 79 - static_cast<int>(late), 1) << most;
+    EXPECT_GE(sent.back(), 79 - static_cast<int>(80 / sent.size())) << most;
+    EXPECT_TRUE(share.forced());
   }
 }
 

@@ -128,14 +128,14 @@ def test_what_is_learned_is_not_less_than_what_is_demanded(most, demanded):
         if GPU:
             torch.cuda.synchronize()
         assert gone[-1] >= demanded * 22 - 1
-    assert region.plan.demanded_share == pytest.approx(demanded, abs=0.15)
+    assert region.plan.demanded_share == pytest.approx(demanded, abs=0.1)
     assert region.plan.share >= region.plan.demanded_share
     assert f" of what is saved travels{', ' if demanded else '; last'}" in str(region.plan)
 
 
 @cached
 def test_a_little_that_may_stay():
-    """What is saved last is of it; and without a share no more goes than must."""
+    """Without a share no more goes than must."""
     region = everything(max_gpu_bytes=2 * SIZE)
     for _ in range(4):
         assert sigmoids(region)[-1] == pytest.approx(20, abs=1)
