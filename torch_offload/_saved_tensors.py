@@ -19,7 +19,7 @@ class SavedTensorsPlan(NamedTuple):
     share: float
     """How much of the bytes that might travel does, from 0 to 1."""
     demanded_share: float
-    """How much has to for no more than ``max_gpu_bytes`` to stay, but of the last that is saved; 0 without that."""
+    """How much has to for no more than ``max_gpu_bytes`` to stay; 0 without that."""
     bytes: int
     """What might have travelled in that step."""
     sent_bytes: int

@@ -29,7 +29,8 @@ void HiddenShare::begin(std::size_t underWay, std::size_t mayStay) {
   late_ = 0;
   if (forced_ || share_ <= 0) return; // what is sent is more than the link can hide: it should not rest
   const double stay = memory > 0 ? std::max(0.0, most / memory - (1 - share_)) : 1; // as a part, beside what stays by the share
-  late_ = static_cast<std::size_t>(std::min({static_cast<double>(underWay) / share_, kMostLate * expected, stay / share_ * expected}));
+  late_ = static_cast<std::size_t>(
+      std::min({static_cast<double>(underWay) / share_, kMostLate * expected, stay / share_ * expected}));
 }
 
 std::size_t HiddenShare::left() const {

@@ -39,6 +39,7 @@ class Log final : public Observer {
     stats = now;
   }
   std::vector<Observation> of(Activity activity) const {
+    const std::lock_guard lock(mutex);
     std::vector<Observation> found;
     for (const Observation& one : seen) {
       if (one.activity == activity) found.push_back(one);
@@ -59,6 +60,15 @@ class Log final : public Observer {
   std::vector<Observation> seen;
   mutable ResidencyStats stats;
 };
+
+constexpr auto kWhen = {HostJobs::When::AtOnce, HostJobs::When::Wanted, HostJobs::When::Soon};
+
+CoreOptions watchedBy(Observer& observer, HostJobs::When when) {
+  CoreOptions options;
+  options.cache.hostJobs = when;
+  options.cache.observer = &observer;
+  return options;
+}
 
 struct ObservedRig {
   explicit ObservedRig(std::uint64_t seed, std::size_t budget = 0) : rig(options(seed, budget, log)) {
@@ -141,20 +151,20 @@ TEST(Observer, AnEvictionSaysWhatItsBlockWas) {
 }
 
 TEST(Observer, HostWorkAndWhoWaitsForIt) {
-  for (const auto when : {HostJobs::When::AtOnce, HostJobs::When::Wanted, HostJobs::When::Soon}) {
+  for (const auto when : kWhen) {
     Log log;
-    CoreOptions options;
-    options.cache.hostJobs = when;
-    options.cache.observer = &log;
-    Rig rig(options);
+    Rig rig(watchedBy(log, when));
     log.cache = &rig.cache;
     const Stream stream = rig.sim.createStream(0);
     const auto read = rig.newBlock(pattern(1, 500));
     const auto written = rig.newBlock(pattern(2, 1000));
     written->purpose = Purpose::Parameter;
     log.seen.clear();
-    rig.cache.runLater({{read.get(), Access::Read}, {written.get(), Access::Write}}, [when] {
-      if (when == HostJobs::When::Soon) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    rig.cache.runLater({{read.get(), Access::Read}, {written.get(), Access::Write}}, [&log, when] {
+      const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+      while (when == HostJobs::When::Soon && log.of(Activity::Wait).empty() && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::yield();
+      }
     });
     rig.cache.fetch(*written, {0, 1000}, stream);
     expect(log.of(Activity::HostWork), *written, {0, 1000}, Purpose::Parameter);
@@ -186,12 +196,9 @@ TEST(Observer, WhoeverDoesHostWorkIsWithinIt) {
     }
     std::set<std::thread::id> threads;
   };
-  for (const auto when : {HostJobs::When::AtOnce, HostJobs::When::Wanted, HostJobs::When::Soon}) {
+  for (const auto when : kWhen) {
     Within within;
-    CoreOptions options;
-    options.cache.hostJobs = when;
-    options.cache.observer = &within;
-    Rig rig(options);
+    Rig rig(watchedBy(within, when));
     const auto block = rig.newBlock(pattern(2, 1000));
     bool seen = false;
     rig.cache.runLater({{block.get(), Access::Write}}, [&] { seen = within.threads.contains(std::this_thread::get_id()); });

@@ -105,18 +105,20 @@ def test_no_more_stays_than_may(keep_bytes):
 
 @cached
 def test_what_stays_may_of_all_graphs_that_live():
-    region, graphs = everything(share=0, max_gpu_bytes=8 * SIZE), []
-    for _ in range(3):
+    net, graphs = nn.Sequential(*[nn.Sigmoid() for _ in range(8)]), []
+    region = everything(share=0, max_gpu_bytes=8 * SIZE)
+
+    def sent_by_one_more():
+        before = sent_home()
         with region:
-            graphs.append(nn.Sequential(*[nn.Sigmoid() for _ in range(8)])(data(32, 64).requires_grad_()).sum())
-    before = sent_home()
+            graphs.append(net(data(32, 64).requires_grad_()).sum())
+        return sent_home() - before
+
+    for _ in range(3):
+        sent_by_one_more()
     graphs.pop(0)
-    with region:
-        graphs.append(nn.Sequential(*[nn.Sigmoid() for _ in range(8)])(data(32, 64).requires_grad_()).sum())
-    assert sent_home() - before <= 2 * SIZE  # there is room where the first one was
-    with region:
-        graphs.append(nn.Sequential(*[nn.Sigmoid() for _ in range(8)])(data(32, 64).requires_grad_()).sum())
-    assert sent_home() - before >= 6 * SIZE
+    assert sent_by_one_more() <= 2 * SIZE  # there is room where the first one was
+    assert sent_by_one_more() >= 6 * SIZE
 
 
 @cached
