@@ -7,8 +7,9 @@ gradient of every parameter must be `torch.equal` to CUDA's under deterministic 
 on the host for offload, so that a stale copy shows. The exit status is 1 if anything differs.
 
 --delay makes every copy wait on its stream, --poison fills device memory that is given up and host memory that is not written
-yet, and gives every cached copy up at once. --saved has what autograd saves on the host too. Where there is no GPU,
-TORCH_OFFLOAD_LINK=sim runs it on the simulated link.
+yet, and gives every cached copy up at once. --saved has what autograd saves on the host too: everything, what the link hides,
+or what has to go for the rest to keep to so many GiB. Where there is no GPU, TORCH_OFFLOAD_LINK=sim runs it on the simulated
+link.
 """
 
 import contextlib
@@ -100,6 +101,15 @@ def differences(
     return found
 
 
+def saved_region(mode: str | None) -> AbstractContextManager:
+    if mode is None:
+        return NOTHING
+    if mode == "everything":
+        return torch_offload.saved_tensors(min_bytes=0)
+    most = {} if mode == "automatic" else {"max_gpu_bytes": int(float(mode) * 2**30)}
+    return torch_offload.saved_tensors(share="auto", min_bytes=0, **most)
+
+
 def change(model: nn.Module, factor: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -140,7 +150,9 @@ def main() -> None:
         "--delay", type=int, nargs="?", const=500, default=0, metavar="US", help="microseconds (default: %(const)s)"
     )
     options.add_argument("--poison", action="store_true", help="poison free memory, and evict at once")
-    options.add_argument("--saved", action="store_true", help="offload what is saved for backward, all of it")
+    options.add_argument(
+        "--saved", nargs="?", const="everything", metavar="GIB", help="offload what is saved for backward, or 'automatic'"
+    )
     options = options.parse_args()
     # Read at the first use of the device and of cuBLAS.
     if options.delay:
@@ -152,7 +164,7 @@ def main() -> None:
     device = compute_device(options.tiny)
     torch_offload.set_budget(0)
     iterations = options.iterations or (3 if options.tiny else 50)
-    region = torch_offload.saved_tensors(min_bytes=0) if options.saved else NOTHING
+    region = saved_region(options.saved)
     wrong = {}
     for dtype in (getattr(torch, name) for name in options.dtypes):
         wrong[str(dtype)] = check(dtype, options.tiny, iterations, device, region)
