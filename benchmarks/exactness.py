@@ -151,7 +151,11 @@ def main() -> None:
     )
     options.add_argument("--poison", action="store_true", help="poison free memory, and evict at once")
     options.add_argument(
-        "--saved", nargs="?", const="everything", metavar="GIB", help="offload what is saved for backward, or 'automatic'"
+        "--saved",
+        nargs="?",
+        const="everything",
+        metavar="GIB",
+        help="offload what is saved for backward, or 'automatic'",
     )
     options = options.parse_args()
     # Read at the first use of the device and of cuBLAS.

@@ -4,7 +4,8 @@ First the optimizer alone: the same parameters on offload and as plain CPU tenso
 loop) and by its fused one. Then 8 blocks of the Llama-3-8B shape with their weights on offload, 4,096 tokens, in bfloat16
 and in fp32 under autocast: forward, backward and AdamW's step, four times on end, once as a user writes it, and once with
 waits around the step, which then finds every gradient at home and is done when it returns. Results have the bits of the
-same algorithm on the CPU, as test_optimizer_steps.py and test_host_updates.py demand.
+same algorithm on the CPU, as test_optimizer_steps.py and test_host_updates.py demand; but for steps "on the GPU", by
+set_gpu_steps(True), where all that they need is in the cache.
 """
 
 import functools
@@ -26,13 +27,15 @@ import torch_offload
 
 ON_END = 4  # training steps, as the host works on one while the GPU works on the next
 ALGORITHMS = {"default": {}, "fused": {"fused": True}}
+ON_GPU = "on the GPU"
 
 
 def alone(tiny: bool, rounds: int) -> list[dict]:
     count, size = (3, 70_000) if tiny else (16, 29_375_000)
     rows, records = [], []
     for place in ("cpu", "offload"):
-        for algorithm, options in ALGORITHMS.items():
+        for algorithm, options in (ALGORITHMS | ({ON_GPU: {}} if place == "offload" else {})).items():
+            torch_offload.set_gpu_steps(algorithm == ON_GPU)
             leaves = [nn.Parameter(torch.ones(size).to(place)) for _ in range(count)]
             for leaf in leaves:
                 leaf.grad = torch.full_like(leaf, 0.5)
@@ -46,6 +49,7 @@ def alone(tiny: bool, rounds: int) -> list[dict]:
             records.append({"place": place, "algorithm": algorithm, "median": median(times), "more_bytes": more})
             del leaves, leaf, optimizer
             gc.collect()
+    torch_offload.set_gpu_steps(False)
     print(f"AdamW, {count * size:,} fp32 parameters, {torch.get_num_threads()} threads")
     print_table(["parameters", "algorithm", "median ms", "least ms", "more GiB"], rows)
     return records
@@ -65,7 +69,8 @@ def training(tiny: bool, rounds: int, dtype: torch.dtype) -> list[dict]:
             y = model(x)
         y.backward(grad_output.to(y.dtype))
 
-    for algorithm, options in ALGORITHMS.items():
+    for algorithm, options in (ALGORITHMS | {ON_GPU: {}}).items():
+        torch_offload.set_gpu_steps(algorithm == ON_GPU)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
 
         def step(wait: bool, optimizer: torch.optim.Optimizer = optimizer) -> None:
@@ -97,6 +102,7 @@ def training(tiny: bool, rounds: int, dtype: torch.dtype) -> list[dict]:
             records.append({"dtype": str(dtype), "algorithm": algorithm, "variant": name, "median": median(taken)})
         del optimizer
         gc.collect()
+    torch_offload.set_gpu_steps(False)
     print(f"\n{count} blocks of {dtype}, {parameter_bytes(model) / 1e9:.3f} GB, {tokens} tokens")
     print_table(["algorithm", "training step", "median ms", "least ms", "of one with waits"], rows)
     return records

@@ -119,7 +119,8 @@ def stats(device: _Device = None) -> dict[str, Any]:
     Returns:
         ``fetches`` of operations and those of them that were ``hits``; ``evictions``; copies made ahead of a fetch,
         ``prefetches``, and those in vain, ``prefetches_wasted``; ``bytes_to_device``, ``bytes_to_host`` and the
-        ``copies_to_device`` and ``copies_to_host`` that these travelled in. Of all devices: ``host_waits``, how often threads
+        ``copies_to_device`` and ``copies_to_host`` that these travelled in; ``updates`` in the cache, parameters that
+        :func:`set_gpu_steps` had stepped there. Of all devices: ``host_waits``, how often threads
         waited for copies and for files, and ``host_wait_seconds``; ``host_fallbacks``, how often an operation on offload
         tensors alone had no CUDA kernel and ran on the host, by its name.
     """
@@ -147,6 +148,27 @@ def set_ring_bytes(count: int) -> None:
         raise ValueError(f"a number of bytes can't be negative, nor 2**63 or more; got {count}.")
     _warn_of("ring", f"{count} bytes", count)
     _C.set_ring_bytes(count)
+
+
+def get_gpu_steps() -> bool:
+    """What :func:`set_gpu_steps` was given last; False at first."""
+    return _C.may_work_on_device()
+
+
+def set_gpu_steps(enabled: bool) -> None:
+    """Whether optimizers step on the GPU where all that a parameter's step needs is in the cache, or finds room there.
+
+    Then the parameter is changed where it is and its gradient need not go home; parameter and state go home behind the step,
+    so host bytes stay the newest and GPU memory a cache. Gradients and state get what weights leave of the budget
+    (:func:`get_budget`); parameters for which there is no room are stepped on the host as ever. It is for PyTorch's own
+    optimizers, with neither ``fused`` nor ``foreach`` given; parameters that share a storage are stepped on the host.
+
+    A GPU rounds some operations otherwise than a CPU, so with this results depend in their last bits on the budget.
+    ``stats()["updates"]`` counts such steps, parameter by parameter.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"optimizers step on the GPU or they don't; give True or False, not {enabled!r}.")
+    _C.set_work_on_device(enabled)
 
 
 def get_budget(device: _Device = None) -> int:
@@ -205,6 +227,7 @@ __all__ = [
     "get_device_capability",
     "get_device_name",
     "get_device_properties",
+    "get_gpu_steps",
     "get_ring_bytes",
     "get_rng_state",
     "get_rng_state_all",
@@ -233,6 +256,7 @@ __all__ = [
     "seed_all",
     "set_budget",
     "set_device",
+    "set_gpu_steps",
     "set_ring_bytes",
     "set_rng_state",
     "set_rng_state_all",

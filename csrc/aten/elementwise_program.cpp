@@ -1,6 +1,6 @@
 #include "aten/elementwise_program.h"
 
-#include "aten/host_work.h"
+#include "aten/device_work.h"
 #include "aten/tensors.h"
 
 #include <ATen/Parallel.h>
@@ -16,7 +16,7 @@ namespace {
 
 // Elements [begin, begin + count) of dense memory, in the order in which they lie there.
 at::Tensor pieceOf(const at::Tensor& dense, std::int64_t begin, std::int64_t count) {
-  auto piece = tensorOver(dense.storage(), c10::kCPU, dense, dense.storage_offset() + begin);
+  auto piece = tensorOver(dense.storage(), dense.device().type(), dense, dense.storage_offset() + begin);
   piece.unsafeGetTensorImpl()->set_sizes_contiguous(count);
   return piece;
 }
@@ -83,7 +83,10 @@ void ElementwiseProgram::run(
     named.push_back({operands[k], written[k]});
     aliases.push_back(hostAlias(operands[k]));
   }
-  doOnHost(named, [program, aliases = std::move(aliases), pieceElements] { program->runPieces(aliases, pieceElements); });
+  const bool there = doOnDevice(named, [&program](const auto& tensors) { return program->runThere(tensors); });
+  if (!there) {
+    doOnHost(named, [program, aliases = std::move(aliases), pieceElements] { program->runPieces(aliases, pieceElements); });
+  }
   for (std::size_t k = 0; k < wanted; ++k) {
     if (written[k]) operands[k].unsafeGetTensorImpl()->bump_version();
   }
@@ -99,22 +102,50 @@ void ElementwiseProgram::runPieces(const std::vector<at::Tensor>& aliases, std::
   const std::int64_t elements = aliases.front().numel();
   const std::int64_t pieces = (elements + pieceElements - 1) / pieceElements;
   at::parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView belowAutograd;
-    std::vector<at::Tensor> memory = aliases;
-    for (const c10::ScalarType type : temporaries_) memory.push_back(at::empty({pieceElements}, type));
-    std::vector<at::Tensor> registers(memory.size());
-    torch::jit::Stack stack;
+    const auto memory = withTemporaries(aliases, pieceElements);
     for (std::int64_t piece = begin; piece < end; ++piece) {
       const std::int64_t from = piece * pieceElements;
-      const std::int64_t count = std::min(pieceElements, elements - from);
-      for (std::size_t k = 0; k < memory.size(); ++k) registers[k] = pieceOf(memory[k], k < operands_ ? from : 0, count);
-      for (const ElementwiseStep& step : steps_) {
-        stack = step.arguments;
-        for (const auto& [argument, source] : step.registers) stack[argument] = registers[source];
-        step.op.callBoxed(&stack);
-      }
+      runPiece(memory, from, std::min(pieceElements, elements - from));
     }
   });
+}
+
+// All memory is there before the first step, or none has been done.
+bool ElementwiseProgram::runThere(const std::vector<at::Tensor>& tensors) const {
+  const std::int64_t elements = tensors.front().numel();
+  const std::int64_t pieceElements = std::min(elements, kDevicePieceElements);
+  std::vector<at::Tensor> memory;
+  try {
+    memory = withTemporaries(tensors, pieceElements);
+  } catch (const c10::OutOfMemoryError&) {
+    return false;
+  }
+  for (std::int64_t from = 0; from < elements; from += pieceElements) {
+    runPiece(memory, from, std::min(pieceElements, elements - from));
+  }
+  return true;
+}
+
+std::vector<at::Tensor> ElementwiseProgram::withTemporaries(
+    const std::vector<at::Tensor>& operands, std::int64_t elements) const {
+  const at::AutoDispatchBelowADInplaceOrView belowAutograd;
+  std::vector<at::Tensor> memory = operands;
+  for (const c10::ScalarType type : temporaries_) {
+    memory.push_back(at::empty({elements}, operands.front().options().dtype(type)));
+  }
+  return memory;
+}
+
+void ElementwiseProgram::runPiece(const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count) const {
+  const at::AutoDispatchBelowADInplaceOrView belowAutograd;
+  std::vector<at::Tensor> registers;
+  for (std::size_t k = 0; k < memory.size(); ++k) registers.push_back(pieceOf(memory[k], k < operands_ ? from : 0, count));
+  torch::jit::Stack stack;
+  for (const ElementwiseStep& step : steps_) {
+    stack = step.arguments;
+    for (const auto& [argument, source] : step.registers) stack[argument] = registers[source];
+    step.op.callBoxed(&stack);
+  }
 }
 
 } // namespace offload

@@ -33,8 +33,8 @@ class ElementwiseProgram {
 
   /// Whether all are offload tensors of one size and strides, dense and without overlap, with each other too.
   static bool fits(const std::vector<at::Tensor>& operands);
-  /// Runs the steps on tensors that fit, on the host bytes in place, by all of PyTorch's threads: at once, or later where
-  /// Note [Host jobs] lets it. Bumps the versions of what is written to.
+  /// Runs the steps on tensors that fit, in place: on the host bytes by all of PyTorch's threads, at once or later where Note [Host
+  /// jobs] lets it; or on the device, where doOnDevice() can. Bumps the versions of what is written to.
   static void run(
       std::shared_ptr<const ElementwiseProgram> program, const std::vector<at::Tensor>& operands, std::int64_t pieceElements);
 
@@ -44,9 +44,14 @@ class ElementwiseProgram {
 
   /// Elements of a piece that, with a few operands of four bytes, a core's own cache holds.
   static constexpr std::int64_t kPieceElements = std::int64_t{1} << 14;
+  /// And of one that keeps a device busy, and whose temporaries take little of its memory.
+  static constexpr std::int64_t kDevicePieceElements = std::int64_t{1} << 24;
 
  private:
   void runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const;
+  bool runThere(const std::vector<at::Tensor>& tensors) const;
+  std::vector<at::Tensor> withTemporaries(const std::vector<at::Tensor>& operands, std::int64_t elements) const;
+  void runPiece(const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count) const;
 
   std::size_t operands_;
   std::vector<c10::ScalarType> temporaries_;

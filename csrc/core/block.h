@@ -23,7 +23,7 @@ enum class BlockKind {
   Shared, // memory that other processes map too, page-locked where that may be
 };
 
-/// Where a storage's first value came about. It never changes, so no result depends on what the cache holds.
+/// Where a storage's first value came about. It never changes, so where an operation computes does not depend on what the cache holds.
 enum class Born { Host, Device };
 
 /// Plain data; Residency guards what changes.

@@ -142,6 +142,12 @@ class Residency {
     jobs_.drain();
   }
 
+  /// Has `work` change whole Blocks, as runLater() does, in the cache of the device of `stream`: it is given their addresses there, in the
+  /// order of the claims, and enqueues on `stream` what reads and writes them, or returns false before it has. What it may write to then
+  /// goes home, and stays: Note [Guests]. False, and no byte has changed, where not all of them are there or find room, or somebody else
+  /// uses what is to be written, or is to.
+  bool updateThere(const std::vector<Claim>& claims, Stream stream, const std::function<bool(const std::vector<void*>&)>& work);
+
   /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where
   /// the Block was written to since by anybody else, or is gone.
   void bringHome(const Pin& pin, Stream producer);
@@ -270,6 +276,10 @@ class Residency {
   void endLease(Block& block, Access access) noexcept;
   void limitJobs(const std::vector<Claim>& claims);
   bool claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after);
+  Pin pinNewest(Device& device, Block& block, Extent extent, std::vector<Stream> streams);
+  bool mayBeThere(const std::vector<Claim>& claims, Device& device);
+  bool beginUpdate(const std::vector<Claim>& claims, const std::vector<Pin>& pins, std::vector<Token>& before);
+  void endUpdate(const std::vector<Claim>& claims, const std::vector<Pin>& pins, Stream stream, bool changed);
   void runJob(const std::vector<Claim>& claims, const std::vector<Token>& after, std::function<void()> work) noexcept;
   void require(const Block& block) const;
   auto audit(const char* call, const Block* block = nullptr) const {

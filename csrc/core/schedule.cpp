@@ -72,11 +72,14 @@ void Schedule::leavePlan(const Key& key) {
 bool Schedule::plan(std::size_t budget) {
   stale_ = false;
   bool changed = std::exchange(left_, false);
-  auto choose = [&changed](Entry& entry, bool stays) {
+  auto choose = [&](const Key& key, bool stays) {
+    Entry& entry = entries_[key];
     changed = changed || entry.stays != stays;
     entry.stays = stays;
+    if (stays) kept_ += key.extent.bytes();
   };
   std::size_t left = budget;
+  kept_ = 0;
   std::size_t large = 0;
   for (const Key& key : planned_.order) {
     const std::size_t bytes = key.extent.bytes();
@@ -84,7 +87,7 @@ bool Schedule::plan(std::size_t budget) {
       large += bytes;
     } else {
       const bool fits = bytes <= left;
-      choose(entries_[key], fits);
+      choose(key, fits);
       if (fits) left -= bytes;
     }
   }
@@ -96,24 +99,41 @@ bool Schedule::plan(std::size_t budget) {
     if (bytes <= kSmall) continue;
     due += share * static_cast<double>(bytes);
     const bool stays = share >= 1.0 || (due >= static_cast<double>(bytes) / 2 && bytes <= left);
-    choose(entries_[key], stays);
+    choose(key, stays);
     if (!stays) continue;
     due -= static_cast<double>(bytes);
     left -= bytes;
   }
-  return changed;
+  return guests_.fit(budget - std::min(budget, kept_), planned()) || changed;
+}
+
+bool Schedule::admit(const std::vector<Block*>& changed, std::size_t readBytes, std::size_t budget) {
+  for (Block* block : changed) block->scheduled = true;
+  return guests_.admit({changed.begin(), changed.end()}, readBytes, budget - std::min(budget, kept_), planned());
+}
+
+// None where it has no part in the plan, nor had one at the end of the last pass.
+std::optional<bool> Schedule::planned(const Key& key) const {
+  const auto found = entries_.find(key);
+  if (found == entries_.end()) return std::nullopt;
+  const Entry& entry = found->second;
+  return entry.planned || entry.leftPlan != 0 ? std::optional(entry.stays) : std::nullopt;
+}
+
+Guests::Plan Schedule::planned() const {
+  return [this](const Block& block) { return planned({&block, {0, block.bytes}}); };
 }
 
 bool Schedule::keeps(const Block& block, Extent extent, bool room) const {
-  const auto found = entries_.find({&block, extent});
-  if (found == entries_.end()) return room && block.born == Born::Host;
-  const Entry& entry = found->second;
-  return entry.planned || entry.leftPlan != 0 ? entry.stays : room && block.born == Born::Host;
+  if (const auto stays = planned({&block, extent})) return *stays;
+  const auto guest = extent == Extent{0, block.bytes} ? guests_.stays(block) : std::nullopt;
+  return guest ? *guest : room && block.born == Born::Host;
 }
 
 void Schedule::forget(const Block& block) noexcept {
   if (!block.scheduled) return;
   forecast_.forget(block);
+  guests_.forget(block);
   auto isOf = [&block](const Key& key) { return key.block == &block; };
   for (Pass* pass : {&current_, &planned_}) {
     std::erase_if(pass->order, [&](const Key& key) {

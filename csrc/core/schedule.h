@@ -17,9 +17,11 @@
 
 #include "core/extent.h"
 #include "core/forecast.h"
+#include "core/guests.h"
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -45,6 +47,10 @@ class Schedule {
   bool isStale() const noexcept {
     return stale_;
   }
+
+  /// Has Blocks that are changed together, while `readBytes` are there too, stay beside the plan, where that leaves room for them; whether
+  /// they do.
+  bool admit(const std::vector<Block*>& changed, std::size_t readBytes, std::size_t budget);
 
   /// Whether an extent stays when nothing pins it; `room` says whether it could.
   bool keeps(const Block& block, Extent extent, bool room) const;
@@ -85,6 +91,8 @@ class Schedule {
   void finishPass();
   void dropUnasked();
   void leavePlan(const Key& key);
+  std::optional<bool> planned(const Key& key) const;
+  Guests::Plan planned() const;
 
   Forecast forecast_;
   std::unordered_map<Key, Entry, KeyHash> entries_;
@@ -95,6 +103,8 @@ class Schedule {
   Pass current_;
   Pass planned_;
   bool stale_ = false;
+  std::size_t kept_ = 0; // bytes, by the plan
+  Guests guests_;
 };
 
 } // namespace offload

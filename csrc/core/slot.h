@@ -26,15 +26,17 @@ struct DeviceBuffer {
 ///   Fetching -> Clean -> Gone           a fetched extent
 ///   Dirty -> WritingBack -> Clean       an adopted result: newer than the host until it has been sent home
 ///            WritingBack -> Dirty       where the Link refused to
+///   Clean -> Dirty                      what is changed in place
 ///
 /// Fetching lasts while the copy is being enqueued, not while it runs: from then on `ready` gives the order. Gone slots have no
 /// memory; a Pin may outlive its Block, but never its Slot's memory.
 enum class SlotState : unsigned char { Fetching, Clean, Dirty, WritingBack, Gone };
 
-inline constexpr std::array<std::pair<SlotState, SlotState>, 8> kSlotTransitions{{
+inline constexpr std::array<std::pair<SlotState, SlotState>, 9> kSlotTransitions{{
     {SlotState::Fetching, SlotState::Clean},
     {SlotState::Fetching, SlotState::Gone},
     {SlotState::Clean, SlotState::Gone},
+    {SlotState::Clean, SlotState::Dirty},
     {SlotState::Dirty, SlotState::WritingBack},
     {SlotState::Dirty, SlotState::Gone},
     {SlotState::WritingBack, SlotState::Clean},

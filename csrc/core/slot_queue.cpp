@@ -37,6 +37,7 @@ void SlotQueue::relist(Slot& slot, List& from) {
 
 void SlotQueue::charge(Slot& slot, Share share) {
   slot.share = share;
+  if (share == Share::Staying) slot.isLeaving = false;
   if (auto* account = accountOf(slot)) *account += slot.buffer.bytes;
 }
 

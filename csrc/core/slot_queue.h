@@ -15,6 +15,7 @@ struct ResidencyStats {
   std::uint64_t fetches = 0;
   std::uint64_t hits = 0;
   std::uint64_t evictions = 0;
+  std::uint64_t updates = 0; // pieces of work that changed Blocks in the cache
   std::uint64_t prefetches = 0; // copies that were made ahead of a fetch
   std::uint64_t prefetchesWasted = 0; // and given up before one
   std::size_t slotBytes = 0; // device bytes of Slots now

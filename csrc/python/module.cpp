@@ -2,6 +2,7 @@
 #include "aten/activity_ranges.h"
 #include "aten/context.h"
 #include "aten/cuda_glue.h"
+#include "aten/device_work.h"
 #include "aten/fetch.h"
 #include "aten/generator.h"
 #include "aten/placement.h"
@@ -89,6 +90,7 @@ py::dict statistics(int index) {
   result["cache.hits"] = slots.hits;
   result["cache.evictions"] = slots.evictions;
   result["cache.prefetches"] = slots.prefetches;
+  result["cache.updates"] = slots.updates;
   result["cache.prefetches_wasted"] = slots.prefetchesWasted;
   const TransferStats link = cache ? now->residency().transferStats(index) : TransferStats{};
   std::size_t rings = 0; // of all devices, as all that is said of the host
@@ -239,6 +241,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("ring_bytes", [] { return context().hasCache() ? context().residency().ringBytes() : 0; });
   bindFiles(m);
   bindSavedTensors(m);
+  m.def("set_work_on_device", &setWorkOnDevice);
+  m.def("may_work_on_device", &mayWorkOnDevice);
   m.def("set_ring_bytes", [](std::size_t bytes) {
     if (context().hasCache()) context().residency().setRingBytes(bytes);
   });

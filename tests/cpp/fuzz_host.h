@@ -1,4 +1,4 @@
-// What the host does in a random program. Included by fuzz_program.h.
+// What the host does in a random program, and what is done in the cache in its place. Included by fuzz_program.h.
 #pragma once
 
 #include "fuzz_program.h"
@@ -57,6 +57,32 @@ inline void Program::writeLater() {
   });
   to.set({0, taken}, from.at({0, taken}));
   to.set({taken, own.size()}, own);
+}
+
+/// Some of one Block becomes that of another where the cache has both, or may; whatever fails, all of it is done or nothing.
+inline void Program::updateThere() {
+  Model& to = model();
+  const Model& from = model();
+  if (!from.known || !to.known) return;
+  const Stream on = stream();
+  const std::size_t taken = random_.below(1 + std::min(to.bytes.size(), from.bytes.size()));
+  const Bytes own = value(to.bytes.size() - taken);
+  std::vector<Residency::Claim> claims{{to.block.get(), Access::Write}};
+  if (&from != &to) claims.push_back({from.block.get(), Access::Read});
+  const bool done = rig_.cache.updateThere(claims, on, [&](const std::vector<void*>& at) {
+    if (random_.oneIn(8)) return false;
+    auto* const target = static_cast<unsigned char*>(at.front());
+    const auto body = [target, source = at.back(), taken, own] {
+      std::memmove(target, source, taken);
+      std::copy(own.begin(), own.end(), target + taken);
+    };
+    rig_.sim.launch(on, body, {{at.back(), taken}}, {{target, taken + own.size()}});
+    return true;
+  });
+  if (!done) return;
+  to.set({0, taken}, from.at({0, taken}));
+  to.set({taken, own.size()}, own);
+  ++updatesDone_;
 }
 
 inline void Program::holdLease() {

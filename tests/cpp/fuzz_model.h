@@ -16,9 +16,11 @@ using ProgramRig = BasicRig<BatchLink>;
 struct Done {
   std::size_t batches = 0;
   std::size_t writesOfOthers = 0;
+  std::size_t updates = 0;
   void add(const Done& more) {
     batches += more.batches;
     writesOfOthers += more.writesOfOthers;
+    updates += more.updates;
   }
 };
 

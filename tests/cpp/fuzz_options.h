@@ -18,11 +18,13 @@ enum class Kind {
   Batches, // the same with more and smaller Blocks and fewer exceptions: several are copied at once
   Saved, // results go home at once, parts of larger memory among them, and come back ahead of their use; every other link fails
   Jobs, // the host writes later, as late as it may; half of the programs are ordered
+  Updates, // Blocks are changed on the device, in the cache's memory; half of the programs are ordered, every other link fails
   Shared, // Blocks become memory that another process writes to, too; half of the programs are ordered, every other link fails
 };
 
 inline bool isOrdered(Kind kind, std::uint64_t seed) {
-  return kind == Kind::Ordered || kind == Kind::Batches || ((kind == Kind::Shared || kind == Kind::Jobs) && seed % 4 >= 2);
+  return kind == Kind::Ordered || kind == Kind::Batches ||
+      ((kind == Kind::Shared || kind == Kind::Jobs || kind == Kind::Updates) && seed % 4 >= 2);
 }
 
 /// Where an order that repeats takes place: all on one device, each Block on one of them, or forward on one and back on the next.
@@ -74,6 +76,7 @@ inline CoreOptions programOptions(SimRandom& random, std::uint64_t seed, Kind ki
     options.cache.batchBytes = std::size_t{512} << (seed % 2);
   }
   if (kind == Kind::Batches) options.cache.ringBytes = 4096;
+  if (kind == Kind::Updates) options.sim.deviceBytes *= 16;
   if (kind == Kind::Jobs) options.cache.hostJobs = HostJobs::When::Wanted;
   if (kind != Kind::Batches || seed % 4 == 0) limitPageLocking(options, seed);
   giveBudget(options, seed);

@@ -23,7 +23,8 @@ class Program {
         shared_(kind == Kind::Shared),
         saved_(kind == Kind::Saved),
         jobs_(kind == Kind::Jobs),
-        faulty_(kind == Kind::Failing || ((ordered_ || shared_ || saved_) && !jobs_ && seed % 2 == 1)),
+        updates_(kind == Kind::Updates),
+        faulty_(kind == Kind::Failing || ((ordered_ || shared_ || saved_ || updates_) && !jobs_ && seed % 2 == 1)),
         batches_(kind == Kind::Batches),
         rig_(programOptions(random_, seed, kind)) {
     for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
@@ -42,7 +43,7 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   Done done() const {
-    return {rig_.link.batches.size(), writesOfOthers_};
+    return {rig_.link.batches.size(), writesOfOthers_, updatesDone_};
   }
 
   void run() {
@@ -80,6 +81,7 @@ class Program {
     if (shared_ && random_.oneIn(4)) return meet();
     if (saved_ && random_.oneIn(2)) return save();
     if (jobs_ && random_.oneIn(3)) return writeLater();
+    if (updates_ && random_.oneIn(3)) return updateThere();
     if (ordered_ && !random_.oneIn(batches_ ? 20 : 5)) return fetchNext();
     switch (random_.below(32)) {
       case 0 ... 7:
@@ -402,6 +404,7 @@ class Program {
   void hostRead();
   void hostWrite();
   void writeLater();
+  void updateThere();
   /// Takes a lease for a while, or lets go of one.
   void holdLease();
   void changeBehindItsBack();
@@ -463,6 +466,7 @@ class Program {
   const bool shared_;
   const bool saved_;
   const bool jobs_;
+  const bool updates_;
   const bool faulty_;
   const bool batches_;
   std::size_t turn_ = 0;
@@ -474,6 +478,7 @@ class Program {
   std::vector<Pin> ahead_;
   std::uint64_t values_ = 0;
   std::size_t writesOfOthers_ = 0;
+  std::size_t updatesDone_ = 0;
 };
 
 } // namespace offload::core_test

@@ -48,6 +48,8 @@ const char* nameOf(Kind kind) {
       return "OrdersThatAreCopiedInBatches";
     case Kind::Saved:
       return "ResultsThatGoHomeAtOnce";
+    case Kind::Updates:
+      return "UpdatesInTheCache";
     case Kind::Jobs:
       return "HostWorkThatIsDoneLater";
     default:
@@ -108,6 +110,11 @@ TEST(Fuzz, ResultsThatGoHomeAtOnce) {
 
 TEST(Fuzz, HostWorkThatIsDoneLater) {
   runSeeds(Kind::Jobs, kDefaultSeeds / 2);
+}
+
+TEST(Fuzz, UpdatesInTheCache) {
+  const std::size_t updates = runSeeds(Kind::Updates, kDefaultSeeds / 2).updates;
+  EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || updates > kDefaultSeeds) << updates;
 }
 
 TEST(Fuzz, MemoryOfSeveralProcesses) {

@@ -200,6 +200,44 @@ TEST(Threads, SpillWhatOthersOwn) {
   }
 }
 
+// Kernels read one value or another, and never some of both, whoever changes them where they are.
+TEST(Threads, UpdateInTheCacheWhatOthersFetch) {
+  for (const std::uint64_t seed : kVariants) {
+    Shared shared(options(seed));
+    onThreads([&](std::uint64_t thread) {
+      SimRandom random(thread);
+      const Stream stream = shared.streams[thread];
+      for (int repeat = 0; repeat < kRepeats; ++repeat) {
+        Block& block = *shared.blocks[random.below(shared.blocks.size())];
+        const Bytes value(kBytes, static_cast<unsigned char>(random.next()));
+        switch (random.below(8)) {
+          case 0:
+            EXPECT_TRUE(isOneValue(shared.rig.read(block).data(), kBytes));
+            break;
+          case 1:
+            shared.rig.cache.relieve(0, 0, kBytes, 2 * kBytes);
+            break;
+          case 2:
+            shared.rig.cache.emptyCache(stream.device);
+            break;
+          case 3:
+            shared.fetch(block, stream);
+            break;
+          default:
+            shared.rig.cache.updateThere({{&block, Access::Write}}, stream, [&](const std::vector<void*>& at) {
+              shared.rig.writeOnDevice(stream, at[0], value);
+              return true;
+            });
+        }
+      }
+    });
+    for (const auto& block : shared.blocks) {
+      EXPECT_TRUE(isOneValue(shared.rig.read(*block).data(), kBytes));
+      shared.fetch(*block, shared.streams[0]);
+    }
+  }
+}
+
 TEST(Threads, LetGoOfEachOthersPins) {
   Shared shared(options(3));
   std::mutex mutex;

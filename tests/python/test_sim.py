@@ -56,6 +56,7 @@ SHARING = ["writes_between_forwards", "writes_of_a_child", "writes_of_a_child_in
 REST = [
     "test_composites.py",
     "test_file_backed.py",
+    "test_gpu_steps.py",
     "test_host_jobs.py",
     "test_host_updates.py",
     "test_layouts.py",

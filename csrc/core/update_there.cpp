@@ -1,0 +1,134 @@
+// Changes of Blocks on the device, in the cache's own memory.
+#include "core/error.h"
+#include "core/residency.h"
+
+#include <algorithm>
+#include <climits>
+#include <utility>
+
+namespace offload {
+
+bool Residency::updateThere(
+    const std::vector<Claim>& claims, Stream stream, const std::function<bool(const std::vector<void*>&)>& work) {
+  const auto audited = audit("updateThere");
+  hostErrors_.raise();
+  if (link_.capturing(stream)) return false;
+  settle();
+  Device& dev = device(stream.device);
+  look(dev);
+  if (!mayBeThere(claims, dev)) return false;
+  std::vector<Pin> pins;
+  std::vector<void*> addresses;
+  try {
+    for (const auto& [block, access] : claims) {
+      pins.push_back(pinNewest(dev, *block, {0, block->bytes}, {stream}));
+      addresses.push_back(pins.back().data());
+    }
+  } catch (const OutOfMemory&) {
+    return false; // there was less room than we knew
+  }
+  std::vector<Token> before;
+  if (!beginUpdate(claims, pins, before)) return false;
+  bool changed = false;
+  std::exception_ptr failure;
+  try {
+    for (const Token& token : before) token.orderBefore(stream);
+    changed = true;
+    changed = work(addresses);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  endUpdate(claims, pins, stream, changed);
+  if (failure && changed) std::rethrow_exception(failure);
+  return changed;
+}
+
+// Whether the newest bytes are in the cache of the device, or may come into room that nothing takes just now.
+bool Residency::mayBeThere(const std::vector<Claim>& claims, Device& dev) {
+  const Lock lock(mutex_);
+  std::vector<Block*> changed;
+  std::size_t read = 0;
+  std::size_t missing = 0;
+  for (const auto& [block, access] : claims) {
+    if (block->leases > 0 || block->claims > 0 || block->shared || block->file || block->bytes == 0) return false;
+    const auto dirty = dirtyOf(*block);
+    if (dirty && dirty->device != dev.index) return false;
+    if (access == Access::Write) changed.push_back(block);
+    if (access == Access::Read) read += block->bytes;
+    if (!find(*block, {0, block->bytes}, dev.index)) missing += block->bytes;
+  }
+  if (changed.empty() || !dev.schedule.admit(changed, read, dev.planned)) return false;
+  return missing == 0 || dev.queue.budgetedBytes() + missing <= dev.budget;
+}
+
+// Nobody but `pins` may hold what is to be written: it would change under them. Tells what the work has to wait for.
+bool Residency::beginUpdate(const std::vector<Claim>& claims, const std::vector<Pin>& pins, std::vector<Token>& before) {
+  const Lock lock(mutex_);
+  for (std::size_t k = 0; k < claims.size(); ++k) {
+    const auto& [block, access] = claims[k];
+    const Slot& slot = *pins[k].slot_;
+    before.push_back(slot.ready);
+    if (access == Access::Read) continue;
+    if (slot.pins != 1 || slot.state != SlotState::Clean || slot.block != block || !holdsNewest(slot, *block) ||
+        slot.extent != Extent{0, block->bytes} || block->issuing > 0 || block->leases > 0)
+      return false;
+  }
+  for (std::size_t k = 0; k < claims.size(); ++k) {
+    const auto& [block, access] = claims[k];
+    if (access == Access::Read) continue;
+    ++block->issuing;
+    pins[k].slot_->readers.appendTo(before);
+  }
+  return true;
+}
+
+// It goes home at once, so that it may be given up whenever PyTorch's allocator is short of memory. What the Link refuses stays Dirty.
+void Residency::endUpdate(const std::vector<Claim>& claims, const std::vector<Pin>& pins, Stream stream, bool changed) {
+  Device& dev = device(stream.device);
+  Token made;
+  if (changed) {
+    try {
+      made = events_.record(stream);
+    } catch (const Error&) {
+      made = events_.defer(stream); // later on the stream, which says no less
+    }
+  }
+  Slots retired;
+  {
+    const Lock lock(mutex_);
+    if (changed) ++dev.queue.stats.updates;
+    for (std::size_t k = 0; k < claims.size(); ++k) {
+      const auto& [block, access] = claims[k];
+      if (access == Access::Read) {
+        if (changed && block->purpose == Purpose::Gradient && block->gradientOf != nullptr) {
+          writesOfGradients_[block->gradientOf] = UINT_MAX; // the host doesn't read it
+          block->adoptions = 0;
+        }
+        continue;
+      }
+      --block->issuing;
+      if (!changed) continue;
+      const auto& slot = pins[k].slot_;
+      slot->version = ++block->version;
+      slot->ready = made;
+      slot->become(SlotState::Dirty);
+      dev.queue.move(slot, Share::Dirty);
+      retireStale(*block, retired);
+    }
+  }
+  issued_.notify_all();
+  release(retired);
+  Lock lock(mutex_);
+  for (std::size_t k = 0; k < claims.size() && changed; ++k) {
+    const auto& [block, access] = claims[k];
+    if (access == Access::Read) continue;
+    awaitIssued(lock, *block); // somebody else may be sending it home
+    if (dirtyOf(*block) == pins[k].slot_) tryWriteHome(lock, pins[k].slot_);
+  }
+  lock.unlock();
+  for (const auto& [block, access] : claims) {
+    if (changed && access == Access::Write) goOnAhead(*block);
+  }
+}
+
+} // namespace offload

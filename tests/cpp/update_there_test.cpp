@@ -1,0 +1,246 @@
+// Blocks that are changed in the cache's own memory, and go home behind that.
+#include <algorithm>
+
+#include "core_rig.h"
+
+namespace offload {
+namespace {
+
+using namespace core_test;
+
+constexpr std::uint64_t kSeeds = 20;
+constexpr std::size_t kBytes = 1000;
+
+CoreOptions withBudget(std::size_t budget, std::uint64_t seed = 0) {
+  CoreOptions options{{.seed = seed}};
+  options.cache.budgetBytes = budget;
+  return options;
+}
+
+Bytes sum(Bytes one, const Bytes& other) {
+  for (std::size_t k = 0; k < one.size(); ++k) one[k] = static_cast<unsigned char>(one[k] + other[k]);
+  return one;
+}
+
+/// A parameter, what an optimizer keeps of it, and steps that add its gradient to both.
+struct Trained {
+  explicit Trained(CoreOptions options) : rig(options), stream(rig.sim.createStream(0)) {
+    weight = rig.newBlock(pattern(100, kBytes));
+    weight->purpose = Purpose::Parameter;
+    state = rig.newBlock(Bytes(kBytes, 7));
+    truth = pattern(100, kBytes);
+    kept = Bytes(kBytes, 7);
+  }
+  /// As a forward and a backward do: the weight is read, and a gradient made.
+  void makeGradient(std::uint64_t tag) {
+    {
+      const Pin pin = rig.cache.fetch(*weight, {0, kBytes}, stream);
+      seen.emplace_back(rig.readOnDevice(stream, pin.data(), kBytes), truth);
+    }
+    gradient = rig.newBlock(kBytes);
+    gradient->purpose = Purpose::Gradient;
+    gradient->gradientOf = weight->data;
+    made = pattern(tag, kBytes);
+    rig.cache.adopt(*gradient, rig.newResult(stream, made), stream);
+  }
+  std::vector<Residency::Claim> claims() const {
+    return {{weight.get(), Access::Write}, {gradient.get(), Access::Read}, {state.get(), Access::Write}};
+  }
+  bool step() {
+    const bool done = rig.cache.updateThere(claims(), stream, [&](const std::vector<void*>& at) {
+      const auto add = [at] {
+        for (const std::size_t k : {0, 2}) {
+          auto* const target = static_cast<unsigned char*>(at[k]);
+          for (std::size_t i = 0; i < kBytes; ++i) {
+            target[i] = static_cast<unsigned char>(target[i] + static_cast<const unsigned char*>(at[1])[i]);
+          }
+        }
+      };
+      rig.sim.launch(stream, add, {{at[0], kBytes}, {at[1], kBytes}, {at[2], kBytes}}, {{at[0], kBytes}, {at[2], kBytes}});
+      return true;
+    });
+    if (done) {
+      truth = sum(truth, made);
+      kept = sum(kept, made);
+    }
+    return done;
+  }
+  void check() {
+    rig.sim.drain();
+    for (const auto& [bytes, value] : seen) EXPECT_EQ(*bytes, value);
+    EXPECT_EQ(rig.read(*weight), truth);
+    EXPECT_EQ(rig.read(*state), kept);
+  }
+  std::uint64_t sentHome() {
+    return rig.cache.transferStats(0).bytesToHost;
+  }
+
+  Rig rig;
+  const Stream stream;
+  Rig::BlockPtr weight, state, gradient;
+  Bytes truth, kept, made;
+  std::vector<std::pair<std::shared_ptr<Bytes>, Bytes>> seen;
+};
+
+TEST(UpdateThere, StepsGoHomeAndNothingComesBack) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Trained trained(withBudget(20'000, seed));
+    for (std::uint64_t step = 0; step < 6; ++step) {
+      trained.makeGradient(step);
+      const auto down = trained.rig.cache.transferStats(0).bytesToDevice;
+      const auto home = trained.sentHome();
+      EXPECT_TRUE(trained.step());
+      EXPECT_EQ(trained.rig.cache.transferStats(0).bytesToDevice - down, step == 0 ? kBytes : 0) << "the state, once";
+      EXPECT_EQ(trained.sentHome() - home, 2 * kBytes);
+      if (step > 1) {
+        EXPECT_EQ(trained.rig.cache.stats(0).dirtyBytes, kBytes) << "the gradient, which nobody reads at home";
+      }
+    }
+    trained.check();
+  }
+}
+
+TEST(UpdateThere, WhatIsNotThereAndFindsNoRoomIsLeftToTheHost) {
+  for (const std::size_t budget : {0U, 2'999U}) {
+    Trained trained(withBudget(budget));
+    trained.makeGradient(1);
+    const auto before = trained.rig.cache.stats(0).fetches;
+    EXPECT_FALSE(trained.step());
+    EXPECT_EQ(trained.rig.cache.stats(0).fetches, before);
+    trained.check();
+  }
+}
+
+TEST(UpdateThere, WhatSomebodyElseUsesIsLeftToTheHost) {
+  Trained trained(withBudget(20'000));
+  trained.makeGradient(1);
+  {
+    const Pin pin = trained.rig.cache.fetch(*trained.weight, {0, kBytes}, trained.stream);
+    EXPECT_FALSE(trained.step());
+  }
+  {
+    const HostLease lease = trained.rig.cache.lease(*trained.state, Access::Read);
+    EXPECT_FALSE(trained.step());
+  }
+  EXPECT_TRUE(trained.step());
+  trained.check();
+}
+
+TEST(UpdateThere, WhatTheHostWroteIsFetchedAnew) {
+  Trained trained(withBudget(20'000));
+  trained.makeGradient(1);
+  EXPECT_TRUE(trained.step());
+  trained.truth = pattern(5, kBytes);
+  trained.rig.write(*trained.weight, trained.truth);
+  EXPECT_TRUE(trained.step());
+  trained.check();
+}
+
+TEST(UpdateThere, WorkThatDoesNothingChangesNothing) {
+  Trained trained(withBudget(20'000));
+  trained.makeGradient(1);
+  EXPECT_TRUE(trained.step());
+  const auto version = trained.weight->version;
+  const auto home = trained.sentHome();
+  EXPECT_FALSE(trained.rig.cache.updateThere(trained.claims(), trained.stream, [](const auto&) { return false; }));
+  EXPECT_EQ(trained.weight->version, version);
+  EXPECT_EQ(trained.sentHome(), home);
+  trained.check();
+}
+
+TEST(UpdateThere, WorkThatFailsIsToldAndWhatItWroteIsNotLost) {
+  Trained trained(withBudget(20'000));
+  trained.makeGradient(1);
+  const auto fail = [&](const std::vector<void*>& at) -> bool {
+    trained.rig.writeOnDevice(trained.stream, at[0], Bytes(kBytes, 3));
+    throw Error("it failed");
+  };
+  EXPECT_THROW(trained.rig.cache.updateThere(trained.claims(), trained.stream, fail), Error);
+  trained.truth = Bytes(kBytes, 3);
+  trained.check();
+}
+
+TEST(UpdateThere, WritesWaitForReadersOnOtherStreams) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Trained trained(withBudget(20'000, seed));
+    const Stream other = trained.rig.sim.createStream(0);
+    for (std::uint64_t step = 0; step < 4; ++step) {
+      trained.makeGradient(step);
+      {
+        const Pin pin = trained.rig.cache.fetch(*trained.weight, {0, kBytes}, other);
+        trained.seen.emplace_back(trained.rig.readOnDevice(other, pin.data(), kBytes), trained.truth);
+      }
+      EXPECT_TRUE(trained.step());
+    }
+    trained.check();
+  }
+}
+
+TEST(UpdateThere, AJobOfTheHostComesFirst) {
+  CoreOptions options = withBudget(20'000);
+  options.cache.hostJobs = HostJobs::When::Wanted;
+  Trained trained(options);
+  trained.makeGradient(1);
+  EXPECT_TRUE(trained.step());
+  auto* const host = static_cast<unsigned char*>(trained.weight->data);
+  trained.rig.cache.runLater({{trained.weight.get(), Access::Write}}, [host] { std::fill(host, host + kBytes, 9); });
+  trained.truth = Bytes(kBytes, 9);
+  EXPECT_FALSE(trained.step());
+  trained.check();
+  EXPECT_TRUE(trained.step());
+  trained.check();
+}
+
+TEST(UpdateThere, WhatThePytorchAllocatorTakesBackIsNotLost) {
+  Trained trained(withBudget(20'000));
+  for (std::uint64_t step = 0; step < 4; ++step) {
+    trained.makeGradient(step);
+    EXPECT_TRUE(trained.step());
+    trained.rig.sim.drain();
+    EXPECT_GE(trained.rig.cache.relieve(0, 0, 1 << 20, 1 << 20), 2 * kBytes) << "parameter and state are Clean";
+  }
+  trained.check();
+}
+
+TEST(UpdateThere, WhatItUsesIsNotTakenBackMeanwhile) {
+  Trained trained(withBudget(20'000));
+  trained.makeGradient(1);
+  const bool done = trained.rig.cache.updateThere(trained.claims(), trained.stream, [&](const std::vector<void*>& at) {
+    EXPECT_EQ(trained.rig.cache.relieve(0, 0, 1 << 20, 1 << 20), 0U);
+    trained.rig.cache.emptyCache(0);
+    trained.rig.writeOnDevice(trained.stream, at[0], Bytes(kBytes, 3));
+    trained.rig.writeOnDevice(trained.stream, at[2], Bytes(kBytes, 4));
+    return true;
+  });
+  EXPECT_TRUE(done);
+  trained.truth = Bytes(kBytes, 3);
+  trained.kept = Bytes(kBytes, 4);
+  trained.check();
+}
+
+TEST(UpdateThere, EveryCallOfTheLinkMayFail) {
+  for (std::uint64_t fault = 1; fault < 200; ++fault) {
+    Trained trained(withBudget(20'000));
+    trained.makeGradient(1);
+    EXPECT_TRUE(trained.step());
+    trained.makeGradient(2);
+    trained.rig.link.fail(fault);
+    bool done = false;
+    try {
+      done = trained.step();
+    } catch (const Error&) {
+      // Nothing has been enqueued.
+    }
+    const bool failed = trained.rig.link.failures() > 0;
+    trained.rig.link.fail(0);
+    trained.check();
+    trained.makeGradient(3);
+    EXPECT_TRUE(trained.step());
+    trained.check();
+    if (!failed && done) return;
+  }
+  ADD_FAILURE() << "it never succeeds";
+}
+
+} // namespace
+} // namespace offload
