@@ -278,6 +278,32 @@ def test_a_model_on_two_devices():
     assert_same(x.grad, z.grad)
 
 
+@cached
+@pytest.mark.skipif(torch.offload.device_count() < 2, reason="needs two devices")
+def test_what_stays_is_counted_over_both_devices():
+    """Of twelve results on each, one is in use and one is looked at later; eight of the others may stay."""
+    region, net = everything(share=0, max_gpu_bytes=8 * SIZE), nn.Sequential(*[nn.Sigmoid() for _ in range(12)])
+
+    def sent():
+        torch_offload.synchronize()
+        return [torch_offload.memory_stats(index)["link.bytes_to_host"] // SIZE for index in (0, 1)]
+
+    for _ in range(4):
+        x, before = data(32, 64).requires_grad_(), sent()
+        with region:
+            y = net(x)
+            with torch.offload.device(1):
+                y = net(y.to("cuda:1") if GPU else y)
+            loss = y.sum()
+        gone = [after - was for was, after in zip(before, sent(), strict=True)]
+        loss.backward()
+    assert sum(gone) == pytest.approx(20 - 8, abs=1)
+    assert min(gone) >= 4  # spread over both
+    z = x.detach().requires_grad_()
+    net(net(z)).sum().backward()
+    assert_same(x.grad, z.grad)
+
+
 def test_modules_enter_a_region_that_is_given():
     region = automatic()
     net = offload_activations(nn.Sequential(*[layers(1, 8) for _ in range(3)]).to(OFFLOAD), include="*", region=region)

@@ -22,12 +22,14 @@ from quantized_models import (
     settings,  # noqa: F401
     train,
 )
+from saving import both_ways
 from torch import nn
 
 import torch_offload
 
 ao = pytest.importorskip("torchao.quantization")
 granularity = pytest.importorskip("torchao.quantization.granularity")
+nf4 = pytest.importorskip("torchao.dtypes.nf4tensor")
 
 
 def int4_cpu():
@@ -169,3 +171,36 @@ def test_compiled(name, backend):
         assert_same(step(x), expected)
     torch_offload.empty_cache()
     assert moved_in_a_step(step, x) <= 1.05 * bytes_of(net)
+
+
+class SavesItsWeight(torch.autograd.Function):
+    """NF4's product, by somebody who saves the packed weight instead of keeping it on ``ctx``."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return nf4.linear_nf4(x.detach(), weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _, weight = ctx.saved_tensors
+        return grad @ weight.get_original_weight(), None
+
+
+@pytest.mark.parametrize("product", [nf4.linear_nf4, SavesItsWeight.apply], ids=["kept", "saved"])
+def test_nf4_beside_saved_tensors(product):
+    """The frozen base of QLoRA, on either device; what its adapters save goes to the host."""
+    packed = nf4.to_nf4(data(128, 128))
+
+    def run(device, region, before_backward):
+        weight = packed.to(device)
+        down, up = data(4, 128, seed=1).to(device).requires_grad_(), data(128, 4, seed=2).to(device).requires_grad_()
+        x = data(16, 128).requires_grad_()
+        with region():
+            hidden = product(x, weight) + x @ down.t() @ up.t()
+            y = product(hidden.sigmoid(), weight).tanh().square().mean()
+        before_backward()
+        y.backward()
+        return y, x.grad, down.grad, up.grad
+
+    both_ways(run)
