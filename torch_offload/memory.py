@@ -51,12 +51,13 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
         gradients), ``gradient``, ``optimizer`` (its state, from the end of the step that made it on), ``activation``
         (results of operations) and ``temporary`` (everything else). A storage counts in ``.allocated`` as what it turned out to
         be, so these add up, too. ``device.*``: bytes of the cache on the GPU.
-        ``cache.*``: fetches, hits and evictions, copies made ahead of a fetch (``prefetches``) and those of them that nobody
-        asked for (``prefetches_wasted``), and parameters that were stepped there (``updates``). ``link.*``: bytes and copies in
-        each direction. ``host_jobs.*``: steps of optimizers, by parameters, and other large updates that were to be done on the
-        host while the program goes on (``submitted``), and those not done yet (``pending``), which hold the memory of their
-        tensors. ``host_waits.*``: how often threads waited for copies, files and such work, and for how many seconds.
-        ``host_fallbacks``: how often an operation on offload tensors alone had no CUDA kernel and ran on the host, by its name.
+        ``cache.*``: fetches, hits and evictions, copies made ahead of a fetch, or for a step there (``prefetches``), and those
+        of them that nobody asked for (``prefetches_wasted``), and parameters that were stepped there (``updates``). ``link.*``:
+        bytes and copies in each direction. ``host_jobs.*``: steps of optimizers, by parameters, and other large updates that
+        were to be done on the host while the program goes on (``submitted``), and those not done yet (``pending``), which hold
+        the memory of their tensors. ``host_waits.*``: how often threads waited for copies, files and such work, and for how
+        many seconds. ``host_fallbacks``: how often an operation on offload tensors alone had no CUDA kernel and ran on the
+        host, by its name.
     """
     return _C.statistics(index_of(device))
 

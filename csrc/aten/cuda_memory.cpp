@@ -6,7 +6,6 @@
 #include "core/link/cuda_link.h"
 
 #include <ATen/Context.h>
-#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -166,8 +165,8 @@ bool capturing() {
 
 // Note [What the allocator asks for]
 // It calls back at every request that none of its free blocks serves, before it asks the driver, and doesn't say for how much. So
-// the answer goes by the last requests: twice the most that its memory has grown by from one call to the next, and a quarter of the
-// device where it has not called for long. A request that is beyond that and beyond what is free fails. Then, with the lock let go,
+// the answer goes by the last requests: twice the most that its memory has grown by from one call to the next, and a quarter of what
+// the process may use of the device where it has not called for long. A request that is beyond that and beyond what is free fails. Then, with the lock let go,
 // everything is given back, what is Dirty too, and its size is remembered, so that another attempt succeeds.
 // While it records its history it wants the GIL to free a block, which nobody may take under its lock: then it gets no answer.
 class Relief {
@@ -183,9 +182,9 @@ class Relief {
     const std::size_t grown = before != 0 && reserved > before ? reserved - before : 0;
     device.usual = std::max({grown, device.usual - device.usual / 32, kLeastGrowth});
     const std::size_t refused = device.calls++ < device.rememberUntil ? device.refused.load() : 0;
-    const std::size_t quarter = at::cuda::getDeviceProperties(index)->totalGlobalMem / 4;
     const std::size_t usual = std::max(2 * device.usual, refused);
-    return relieve_(index, memoryInfo(index).free, usual, std::max(usual, quarter)) > 0;
+    const auto [free, total] = memoryInfo(index);
+    return relieve_(index, free, usual, std::max(usual, total / 4)) > 0;
   }
 
   void refused(c10::DeviceIndex index, std::size_t bytes) {

@@ -31,7 +31,7 @@ bool mayWorkOnDevice() {
 }
 
 bool doOnDevice(
-    const std::vector<HostOperand>& operands, const std::function<bool(const std::vector<at::Tensor>& there)>& work) {
+    const std::vector<HostOperand>& operands, const std::function<void(const std::vector<at::Tensor>& there)>& work) {
   Context& context = Context::get();
   if (!may || !context.hasCache() || operands.empty()) return false;
   const c10::DeviceIndex index = operands.front().tensor.device().index();
@@ -48,7 +48,8 @@ bool doOnDevice(
   return context.residency().updateThere(claims, stream, [&](const std::vector<void*>& addresses) {
     std::vector<at::Tensor> there;
     for (std::size_t k = 0; k < operands.size(); ++k) there.push_back(tensorAt(addresses[k], operands[k].tensor, device));
-    return work(there);
+    work(there);
+    return true;
   });
 }
 

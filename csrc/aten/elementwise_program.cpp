@@ -2,6 +2,7 @@
 
 #include "aten/device_work.h"
 #include "aten/tensors.h"
+#include "core/error.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -83,13 +84,22 @@ void ElementwiseProgram::run(
     named.push_back({operands[k], written[k]});
     aliases.push_back(hostAlias(operands[k]));
   }
-  const bool there = doOnDevice(named, [&program](const auto& tensors) { return program->runThere(tensors); });
+  const auto bumpVersions = [&] {
+    for (std::size_t k = 0; k < wanted; ++k) {
+      if (written[k]) operands[k].unsafeGetTensorImpl()->bump_version();
+    }
+  };
+  bool there = false;
+  try {
+    there = doOnDevice(named, [&program](const auto& tensors) { program->runThere(tensors); });
+  } catch (...) {
+    bumpVersions(); // some of it may have been done
+    throw;
+  }
   if (!there) {
     doOnHost(named, [program, aliases = std::move(aliases), pieceElements] { program->runPieces(aliases, pieceElements); });
   }
-  for (std::size_t k = 0; k < wanted; ++k) {
-    if (written[k]) operands[k].unsafeGetTensorImpl()->bump_version();
-  }
+  bumpVersions();
 }
 
 void ElementwiseProgram::tryOut(const std::vector<c10::ScalarType>& types) const {
@@ -111,19 +121,18 @@ void ElementwiseProgram::runPieces(const std::vector<at::Tensor>& aliases, std::
 }
 
 // All memory is there before the first step, or none has been done.
-bool ElementwiseProgram::runThere(const std::vector<at::Tensor>& tensors) const {
+void ElementwiseProgram::runThere(const std::vector<at::Tensor>& tensors) const {
   const std::int64_t elements = tensors.front().numel();
   const std::int64_t pieceElements = std::min(elements, kDevicePieceElements);
   std::vector<at::Tensor> memory;
   try {
     memory = withTemporaries(tensors, pieceElements);
-  } catch (const c10::OutOfMemoryError&) {
-    return false;
+  } catch (const c10::OutOfMemoryError& error) {
+    throw OutOfMemory(OutOfMemory::Where::Device, 0, error.what_without_backtrace());
   }
   for (std::int64_t from = 0; from < elements; from += pieceElements) {
     runPiece(memory, from, std::min(pieceElements, elements - from));
   }
-  return true;
 }
 
 std::vector<at::Tensor> ElementwiseProgram::withTemporaries(

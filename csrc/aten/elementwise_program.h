@@ -49,7 +49,7 @@ class ElementwiseProgram {
 
  private:
   void runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const;
-  bool runThere(const std::vector<at::Tensor>& tensors) const;
+  void runThere(const std::vector<at::Tensor>& tensors) const;
   std::vector<at::Tensor> withTemporaries(const std::vector<at::Tensor>& operands, std::int64_t elements) const;
   void runPiece(const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count) const;
 

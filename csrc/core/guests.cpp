@@ -3,13 +3,14 @@
 #include "core/block.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace offload {
 
 bool Guests::admit(const std::vector<const Block*>& changed, std::size_t readBytes, std::size_t room, const Plan& plan) {
   Group& group = join(changed);
   group.readBytes = readBytes;
-  if (!group.stays) admit(group, room, plan);
+  if (!group.stays && !group.dismissed) admit(group, room, plan);
   return group.stays;
 }
 
@@ -18,6 +19,7 @@ bool Guests::fit(std::size_t room, const Plan& plan) {
   bytes_ = 0;
   for (auto& [number, group] : groups_) {
     const bool before = std::exchange(group.stays, false);
+    group.dismissed = false;
     if (before) admit(group, room, plan);
     changed = changed || group.stays != before;
   }
@@ -28,6 +30,14 @@ std::optional<bool> Guests::stays(const Block& block) const {
   const auto found = groupOf_.find(&block);
   if (found == groupOf_.end()) return std::nullopt;
   return groups_.at(found->second).stays;
+}
+
+void Guests::dismiss(const Block& block) {
+  const auto found = groupOf_.find(&block);
+  if (found == groupOf_.end()) return;
+  Group& group = groups_.at(found->second);
+  group.dismissed = true;
+  if (std::exchange(group.stays, false)) bytes_ -= group.bytes;
 }
 
 void Guests::forget(const Block& block) {

@@ -5,7 +5,7 @@
 // without the others: they are admitted together, in the order in which they ask, while the plan leaves room for all their bytes. What
 // the plan keeps itself takes none of that. Weights, which each step of a training fetches several times, so come before state, which
 // it asks for once. Who is admitted stays until a new plan wants the room, and then the latest go first: from step to step the same
-// weights are changed in the cache.
+// weights are changed in the cache. Who asks no more and is alive keeps his room until then.
 #pragma once
 
 #include <cstddef>
@@ -35,6 +35,8 @@ class Guests {
   /// Whether a Block that has asked is admitted.
   std::optional<bool> stays(const Block& block) const;
 
+  /// Not before another plan is what is changed together with this Block admitted again.
+  void dismiss(const Block& block);
   void forget(const Block& block);
 
  private:
@@ -43,6 +45,7 @@ class Guests {
     std::size_t readBytes = 0;
     std::size_t bytes = 0; // as of when it was admitted last
     bool stays = false;
+    bool dismissed = false;
   };
   Group& join(const std::vector<const Block*>& changed);
   void admit(Group& group, std::size_t room, const Plan& plan);

@@ -5,6 +5,7 @@
 //   copy to a Slot   after copies into the host bytes          (Block::writers)
 //   copy home        after its producer, and after copies out of and into the host bytes
 //   kernel           after the copy into its Slot               (Slot::ready, on the kernel's own stream)
+//   change of a Slot after that, and after the Slot's readers   (updateThere, on the stream of the change, which is `ready` then)
 //   reuse of memory  after the Slot's readers                   (Slot::readers, on the memory's home stream)
 //   host access      after Block::writers, to write also after Block::readers (HostLease)
 // All but the last are orders between streams; only a HostLease waits on the host.
@@ -143,7 +144,8 @@ class Residency {
   }
 
   /// Has `work` change whole Blocks, as runLater() does, in the cache of the device of `stream`: it is given their addresses there, in the
-  /// order of the claims, and enqueues on `stream` what reads and writes them, or returns false before it has. What it may write to then
+  /// order of the claims, and enqueues on `stream` what reads and writes them; before it has, it may return false or throw OutOfMemory. What
+  /// it may write to then
   /// goes home, and stays: Note [Guests]. False, and no byte has changed, where not all of them are there or find room, or somebody else
   /// uses what is to be written, or is to.
   bool updateThere(const std::vector<Claim>& claims, Stream stream, const std::function<bool(const std::vector<void*>&)>& work);
@@ -278,6 +280,8 @@ class Residency {
   bool claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after);
   Pin pinNewest(Device& device, Block& block, Extent extent, std::vector<Stream> streams);
   bool mayBeThere(const std::vector<Claim>& claims, Device& device);
+  static bool mayChange(const Slot& slot, int pins);
+  bool dismiss(const std::vector<Claim>& claims, Device& device);
   bool beginUpdate(const std::vector<Claim>& claims, const std::vector<Pin>& pins, std::vector<Token>& before);
   void endUpdate(const std::vector<Claim>& claims, const std::vector<Pin>& pins, Stream stream, bool changed);
   void runJob(const std::vector<Claim>& claims, const std::vector<Token>& after, std::function<void()> work) noexcept;

@@ -108,7 +108,6 @@ bool Schedule::plan(std::size_t budget) {
 }
 
 bool Schedule::admit(const std::vector<Block*>& changed, std::size_t readBytes, std::size_t budget) {
-  for (Block* block : changed) block->scheduled = true;
   return guests_.admit({changed.begin(), changed.end()}, readBytes, budget - std::min(budget, kept_), planned());
 }
 
@@ -127,13 +126,14 @@ Guests::Plan Schedule::planned() const {
 bool Schedule::keeps(const Block& block, Extent extent, bool room) const {
   if (const auto stays = planned({&block, extent})) return *stays;
   const auto guest = extent == Extent{0, block.bytes} ? guests_.stays(block) : std::nullopt;
-  return guest ? *guest : room && block.born == Born::Host;
+  if (guest && (*guest || block.fetches == 0)) return *guest; // a weight that is not admitted stays where any other would
+  return room && block.born == Born::Host;
 }
 
 void Schedule::forget(const Block& block) noexcept {
+  guests_.forget(block);
   if (!block.scheduled) return;
   forecast_.forget(block);
-  guests_.forget(block);
   auto isOf = [&block](const Key& key) { return key.block == &block; };
   for (Pass* pass : {&current_, &planned_}) {
     std::erase_if(pass->order, [&](const Key& key) {

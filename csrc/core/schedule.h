@@ -52,6 +52,11 @@ class Schedule {
   /// they do.
   bool admit(const std::vector<Block*>& changed, std::size_t readBytes, std::size_t budget);
 
+  /// There was no memory for what is changed together with this Block: it is not admitted before there is another plan.
+  void dismiss(const Block& block) {
+    guests_.dismiss(block);
+  }
+
   /// Whether an extent stays when nothing pins it; `room` says whether it could.
   bool keeps(const Block& block, Extent extent, bool room) const;
 

@@ -25,22 +25,34 @@ bool Residency::updateThere(
       addresses.push_back(pins.back().data());
     }
   } catch (const OutOfMemory&) {
-    return false; // there was less room than we knew
+    return dismiss(claims, dev); // there was less room than we knew
   }
   std::vector<Token> before;
   if (!beginUpdate(claims, pins, before)) return false;
   bool changed = false;
+  bool room = true;
   std::exception_ptr failure;
   try {
     for (const Token& token : before) token.orderBefore(stream);
     changed = true;
     changed = work(addresses);
+  } catch (const OutOfMemory&) {
+    changed = room = false;
   } catch (...) {
     failure = std::current_exception();
   }
   endUpdate(claims, pins, stream, changed);
   if (failure && changed) std::rethrow_exception(failure);
-  return changed;
+  return room ? changed : dismiss(claims, dev);
+}
+
+// Until there is another plan: not every step should ask for memory in vain.
+bool Residency::dismiss(const std::vector<Claim>& claims, Device& dev) {
+  const Lock lock(mutex_);
+  for (const auto& [block, access] : claims) {
+    if (access == Access::Write) dev.schedule.dismiss(*block);
+  }
+  return false;
 }
 
 // Whether the newest bytes are in the cache of the device, or may come into room that nothing takes just now.
@@ -53,15 +65,27 @@ bool Residency::mayBeThere(const std::vector<Claim>& claims, Device& dev) {
     if (block->leases > 0 || block->claims > 0 || block->shared || block->file || block->bytes == 0) return false;
     const auto dirty = dirtyOf(*block);
     if (dirty && dirty->device != dev.index) return false;
-    if (access == Access::Write) changed.push_back(block);
-    if (access == Access::Read) read += block->bytes;
-    if (!find(*block, {0, block->bytes}, dev.index)) missing += block->bytes;
+    const auto slot = find(*block, {0, block->bytes}, dev.index);
+    if (access == Access::Read) {
+      read += block->bytes;
+    } else {
+      if (block->issuing > 0 || (slot && !mayChange(*slot, 0))) return false;
+      changed.push_back(block);
+    }
+    const bool due = !slot || (access == Access::Write && slot->share == Share::Passing);
+    if (due) missing += slot ? slot->buffer.bytes : block->bytes;
   }
   if (changed.empty() || !dev.schedule.admit(changed, read, dev.planned)) return false;
   return missing == 0 || dev.queue.budgetedBytes() + missing <= dev.budget;
 }
 
-// Nobody but `pins` may hold what is to be written: it would change under them. Tells what the work has to wait for.
+// Nobody but so many Pins of the caller's may hold what is to be written, as it would change under him; and memory of somebody else's
+// may have been kept by anybody.
+bool Residency::mayChange(const Slot& slot, int pins) {
+  return slot.pins == pins && slot.state == SlotState::Clean && slot.buffer.owner == nullptr;
+}
+
+// Tells what the work has to wait for.
 bool Residency::beginUpdate(const std::vector<Claim>& claims, const std::vector<Pin>& pins, std::vector<Token>& before) {
   const Lock lock(mutex_);
   for (std::size_t k = 0; k < claims.size(); ++k) {
@@ -69,8 +93,8 @@ bool Residency::beginUpdate(const std::vector<Claim>& claims, const std::vector<
     const Slot& slot = *pins[k].slot_;
     before.push_back(slot.ready);
     if (access == Access::Read) continue;
-    if (slot.pins != 1 || slot.state != SlotState::Clean || slot.block != block || !holdsNewest(slot, *block) ||
-        slot.extent != Extent{0, block->bytes} || block->issuing > 0 || block->leases > 0)
+    if (!mayChange(slot, 1) || slot.block != block || !holdsNewest(slot, *block) || slot.extent != Extent{0, block->bytes} ||
+        block->issuing > 0 || block->leases > 0)
       return false;
   }
   for (std::size_t k = 0; k < claims.size(); ++k) {
@@ -100,8 +124,8 @@ void Residency::endUpdate(const std::vector<Claim>& claims, const std::vector<Pi
     for (std::size_t k = 0; k < claims.size(); ++k) {
       const auto& [block, access] = claims[k];
       if (access == Access::Read) {
-        if (changed && block->purpose == Purpose::Gradient && block->gradientOf != nullptr) {
-          writesOfGradients_[block->gradientOf] = UINT_MAX; // the host doesn't read it
+        if (changed && block->purpose == Purpose::Gradient && block->gradientOf != nullptr && block->adoptions > 0) {
+          writesOfGradients_[block->gradientOf] = UINT_MAX; // the host hasn't read it, and doesn't
           block->adoptions = 0;
         }
         continue;

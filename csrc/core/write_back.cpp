@@ -143,8 +143,11 @@ void Residency::bringHome(const Pin& pin, Stream producer) {
     before = block->version;
   }
   store(*block, slot->extent, slot->data, producer);
+  const Token written = events_.record(producer);
   Lock lock(mutex_);
-  if (slot->block == block && block->version == before + 1) slot->version = block->version;
+  if (slot->block != block || block->version != before + 1) return;
+  slot->version = block->version;
+  slot->ready = written;
 }
 
 std::shared_ptr<void> Residency::takeBack(Pin& pin, Stream stream) {

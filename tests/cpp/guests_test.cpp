@@ -76,6 +76,25 @@ TEST_F(GuestsTest, WhatThePlanDoesNotKeepIsNotAdmitted) {
   EXPECT_NE(stays(*weights[0]), stays(*weights[1]));
 }
 
+TEST_F(GuestsTest, AWeightThatIsRefusedStaysWhereAnyOtherWould) {
+  Block& weight = newBlock(100);
+  Block& state = newBlock(1000);
+  schedule.record(weight, {0, 100});
+  EXPECT_FALSE(admit({&weight, &state}, 500));
+  EXPECT_TRUE(stays(weight));
+  EXPECT_FALSE(stays(state));
+}
+
+TEST_F(GuestsTest, WhoIsDismissedWaitsForAnotherPlan) {
+  const Group one = newGroup(100);
+  EXPECT_TRUE(admit(one, 300));
+  schedule.dismiss(*one[1]);
+  EXPECT_FALSE(admit(one, 300));
+  EXPECT_FALSE(stays(one));
+  schedule.plan(300);
+  EXPECT_TRUE(admit(one, 300));
+}
+
 TEST_F(GuestsTest, ALargerPlanShowsTheLatestOut) {
   const Group one = newGroup(100);
   const Group two = newGroup(100);

@@ -202,6 +202,100 @@ TEST(UpdateThere, WhatThePytorchAllocatorTakesBackIsNotLost) {
   trained.check();
 }
 
+// Its maker, or a tensor that shares it, may have kept it.
+TEST(UpdateThere, MemoryOfSomebodyElseIsNotChanged) {
+  Rig rig(withBudget(20'000));
+  const Stream stream = rig.sim.createStream(0);
+  const auto block = rig.newBlock(kBytes, Born::Device);
+  rig.cache.adopt(*block, rig.newResult(stream, Bytes(kBytes, 5)), stream);
+  EXPECT_EQ(rig.read(*block), Bytes(kBytes, 5)); // which leaves it Clean
+  EXPECT_FALSE(rig.cache.updateThere({{block.get(), Access::Write}}, stream, [](const auto&) { return true; }));
+}
+
+TEST(UpdateThere, WhatIsRefusedMovesNothing) {
+  Trained trained(withBudget(20'000));
+  trained.makeGradient(1);
+  const Pin pin = trained.rig.cache.fetch(*trained.weight, {0, kBytes}, trained.stream);
+  const auto down = trained.rig.cache.transferStats(0).bytesToDevice;
+  EXPECT_FALSE(trained.step());
+  EXPECT_EQ(trained.rig.cache.transferStats(0).bytesToDevice, down) << "the state, for nothing";
+}
+
+// What a function of the user's has written on one stream is there for a step on another one.
+TEST(UpdateThere, WhatWasBroughtHomeElsewhereComesFirst) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Rig rig(withBudget(20'000, seed));
+    const Stream one = rig.sim.createStream(0);
+    const Stream other = rig.sim.createStream(0);
+    const auto gradient = rig.newBlock(pattern(1, kBytes));
+    const auto weight = rig.newBlock(Bytes(kBytes, 0));
+    {
+      const Pin pin = rig.cache.fetch(*gradient, {0, kBytes}, one);
+      rig.writeOnDevice(one, pin.data(), pattern(2, kBytes));
+      rig.cache.bringHome(pin, one);
+    }
+    const auto copy = [&](const std::vector<void*>& at) {
+      const auto body = [at] { std::memcpy(at[0], at[1], kBytes); };
+      rig.sim.launch(other, body, {{at[1], kBytes}}, {{at[0], kBytes}});
+      return true;
+    };
+    EXPECT_TRUE(rig.cache.updateThere({{weight.get(), Access::Write}, {gradient.get(), Access::Read}}, other, copy));
+    const Pin pin = rig.cache.fetch(*gradient, {0, kBytes}, rig.sim.createStream(0));
+    rig.sim.drain();
+    EXPECT_EQ(rig.read(*weight), pattern(2, kBytes));
+  }
+}
+
+// It goes home before the next one does, and what it had of the budget is its own again.
+TEST(UpdateThere, AWeightKeepsItsPlace) {
+  Rig rig(withBudget(3'000));
+  const Stream stream = rig.sim.createStream(0);
+  std::vector<Rig::BlockPtr> weights;
+  for (std::uint64_t k = 0; k < 3; ++k) {
+    weights.push_back(rig.newBlock(pattern(k, kBytes)));
+    rig.cache.fetch(*weights.back(), {0, kBytes}, stream);
+  }
+  const auto state = rig.newBlock(Bytes(kBytes, 1));
+  rig.cache.fetchAhead(*state, {0, kBytes}, stream); // into the ring
+  const auto nothing = [](const auto&) { return true; };
+  EXPECT_FALSE(rig.cache.updateThere({{weights[0].get(), Access::Write}, {state.get(), Access::Write}}, stream, nothing));
+  const auto hits = rig.cache.stats(0).hits;
+  for (const auto& weight : weights) rig.cache.fetch(*weight, {0, kBytes}, stream);
+  EXPECT_EQ(rig.cache.stats(0).hits, hits + 3);
+}
+
+TEST(UpdateThere, AGradientThatTheHostReadsStillGoesHomeAtOnce) {
+  Trained trained(withBudget(20'000));
+  for (std::uint64_t step = 0; step < 4; ++step) {
+    trained.makeGradient(step);
+    EXPECT_EQ(trained.rig.cache.stats(0).dirtyBytes, 0U);
+    EXPECT_EQ(trained.rig.read(*trained.gradient), trained.made); // as a log does
+    EXPECT_TRUE(trained.step());
+  }
+  trained.check();
+}
+
+TEST(UpdateThere, WithoutMemoryItIsNotTriedAgainBeforeThereIsAnotherPlan) {
+  Trained trained(withBudget(20'000));
+  trained.makeGradient(1);
+  int asked = 0;
+  const auto work = [&](const std::vector<void*>& at) {
+    if (++asked == 1) throw OutOfMemory(OutOfMemory::Where::Device, 100, "no memory");
+    trained.rig.writeOnDevice(trained.stream, at[0], Bytes(kBytes, 3));
+    trained.rig.writeOnDevice(trained.stream, at[2], Bytes(kBytes, 4));
+    return true;
+  };
+  EXPECT_FALSE(trained.rig.cache.updateThere(trained.claims(), trained.stream, work));
+  EXPECT_FALSE(trained.rig.cache.updateThere(trained.claims(), trained.stream, work));
+  EXPECT_EQ(asked, 1);
+  trained.check();
+  trained.rig.cache.setBudget(30'000);
+  EXPECT_TRUE(trained.rig.cache.updateThere(trained.claims(), trained.stream, work));
+  trained.truth = Bytes(kBytes, 3);
+  trained.kept = Bytes(kBytes, 4);
+  trained.check();
+}
+
 TEST(UpdateThere, WhatItUsesIsNotTakenBackMeanwhile) {
   Trained trained(withBudget(20'000));
   trained.makeGradient(1);

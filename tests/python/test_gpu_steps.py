@@ -202,6 +202,20 @@ def test_dtypes_and_layouts(dtype):
     same(model.parameters(), plain.parameters())
 
 
+@cached
+def test_a_result_that_somebody_keeps():
+    """A parameter that an operation made has the memory of its result, which others may look at."""
+    weight = nn.Parameter((data(64, 64).to("offload") * 2).detach())
+    kept = weight.detach().to(COMPUTE)
+    value = kept.clone()
+    optimizer = torch.optim.AdamW([weight], lr=0.5)
+    for _ in range(2):
+        weight.sum().item()  # which sends it home
+        weight.grad = torch.ones(64, 64).to("offload")
+        optimizer.step()
+    assert_same(kept, value)
+
+
 def test_a_graph_whose_weights_have_changed_is_refused():
     model = layers(3, 64).to("offload")
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
