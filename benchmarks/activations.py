@@ -231,7 +231,8 @@ def main() -> None:
     device = compute_device(options.tiny)
     torch_offload.set_budget(0)
     shape = TINY if options.tiny else LLAMA_8B
-    cases = [(4, 16, False), (4, 32, True)] if options.tiny else [(8, 8192, False), (16, 32768, True)]
+    full = [(8, 8192, False), (16, 16384, True), (16, 32768, True)]
+    cases = [(4, 16, False), (4, 32, True)] if options.tiny else full
     rates = link_rates(options.tiny)
     records = []
     for count, tokens, checkpointed in cases:
