@@ -3,10 +3,13 @@
 
 make opinfo                                          # writes build/opinfo/*.json
 tools/operators_table.py build/opinfo/*.json         # parts of a run (pytest --part K/N) are put together
-tools/operators_table.py                             # the list of what differs alone; the tables stay
+tools/operators_table.py                             # the list of what differs alone
+
+Tables of other versions of torch and other devices than were given stay as they are.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -68,12 +71,16 @@ def rows(entries: dict, title: str, whats: dict[str, str]) -> list[str]:
     return [*lines, ""]
 
 
+def title(record: dict) -> str:
+    return f"## torch {record['torch']}, {record['device']}"
+
+
 def table(record: dict) -> str:
     entries = record["entries"]
     modules = {name: answer for name, answer in entries.items() if name.startswith("module ")}
     operations = {name: answer for name, answer in entries.items() if name not in modules}
     none = sorted(name for name, answer in entries.items() if not answer["samples"] and not answer["failures"])
-    lines = [f"## torch {record['torch']}, {record['device']}", "", *rows(operations, "operations", WHATS)]
+    lines = [title(record), "", *rows(operations, "operations", WHATS)]
     lines += rows(modules, "modules", {what: WHATS[what] for what in ("forward", "backward")})
     names = ", ".join(f"`{name}`" for name in none)
     lines.append(
@@ -108,15 +115,18 @@ def merged(names: list[str]) -> list[dict]:
     return list(records.values())
 
 
+def tables(page: str) -> dict[str, str]:
+    """Those there are, by their titles."""
+    before, _, _ = page.partition(TITLE_OF_LIST)
+    _, *sections = re.split(r"^(?=## )", before, flags=re.MULTILINE)
+    return {section.splitlines()[0]: section.rstrip("\n") + "\n" for section in sections}
+
+
 def main() -> None:
     page = ROOT / "docs/operators.md"
-    if len(sys.argv) == 1:
-        tables, _, _ = page.read_text().partition(TITLE_OF_LIST)
-        page.write_text(tables + exceptions())
-        return
-    records = merged(sys.argv[1:])
-    records.sort(key=lambda record: (not record["gpu"], record["torch"]))
-    page.write_text("\n".join([HEAD.rstrip("\n") + "\n", *map(table, records), exceptions()]))
+    known = tables(page.read_text()) | {title(record): table(record) for record in merged(sys.argv[1:])}
+    in_order = sorted(known, key=lambda name: (", CPU" in name, name))
+    page.write_text("\n".join([HEAD.rstrip("\n") + "\n", *(known[name] for name in in_order), exceptions()]))
 
 
 if __name__ == "__main__":
