@@ -20,6 +20,7 @@ def register(extension: ModuleType) -> None:
         _functions,
         _guest,
         _init,
+        _jiterator,
         _library,
         _names,
         _optimizer,
@@ -51,6 +52,7 @@ def register(extension: ModuleType) -> None:
     _names.register()
     _functions.register()
     _init.register()
+    _jiterator.register()
     _dlpack.register()
     _library.register()
     _autocast.register()

@@ -74,6 +74,7 @@ REST = [
     "test_random_numbers.py",
     "test_saved_compiled.py",
     "test_trace.py",
+    "test_jiterator.py",
     "test_triton_launch.py",
     *[f"test_sharing.py::test_spawned[{scenario}]" for scenario in SHARING],
     "test_sharing.py::test_fork_beside_a_device",
