@@ -155,7 +155,7 @@ def main() -> None:
         nargs="?",
         const="everything",
         metavar="GIB",
-        help="offload what is saved for backward, or 'automatic'",
+        help="what is saved for backward goes to the host: all of it, 'automatic', or what keeps the rest to so many GiB",
     )
     options = options.parse_args()
     # Read at the first use of the device and of cuBLAS.

@@ -11,22 +11,19 @@ import torch
 from torch import Tensor
 from torch.cuda import jiterator
 
-from torch_offload import _C
-from torch_offload._wrappers import fetched, target_of
+from torch_offload._wrappers import device_for, fetched, is_offload, target_of
 
 
 def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def launch(self: Any, *tensors: Any, **kwargs: Any) -> Any:
-        operands = [value for value in tensors if isinstance(value, Tensor) and value.device.type == "offload"]
+        operands = [value for value in tensors if is_offload(value)]
         if not operands:
             return call(self, *tensors, **kwargs)
-        target, home = target_of(tensors), operands[0].device
-        device = _C.paired_device(home.index) if target is None else target
+        device, home = device_for(tensors), operands[0].device
         with torch.no_grad():  # it has no derivative
-            given = [fetched(value, device) for value in tensors]
-            results = call(self, *given, **kwargs)
-            if target is not None:
+            results = call(self, *[fetched(value, device) for value in tensors], **kwargs)
+            if target_of(tensors) is not None:
                 return results
             if isinstance(results, Tensor):
                 return torch.ops.offload.give(results, home)

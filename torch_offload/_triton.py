@@ -7,7 +7,7 @@ of cached copies, and while copies of it are on their way. PyTorch sees nothing 
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,18 +18,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_offload import _C
-from torch_offload._wrappers import target_of
+from torch_offload._wrappers import device_for, is_offload
 
 _MODULE = "triton.runtime.jit"
 
 
-def _is_offload(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "offload"
-
-
 def _any_offload(values: Iterable[Any]) -> bool:
     """Also within tuples. Called at every launch of a program that has offload tensors."""
-    return any(_any_offload(value) if isinstance(value, (tuple, list)) else _is_offload(value) for value in values)
+    return any(_any_offload(value) if isinstance(value, (tuple, list)) else is_offload(value) for value in values)
 
 
 class _Work:
@@ -47,20 +43,15 @@ class _Work:
         self._home.copy_(self._work)
 
 
-def _device_for(values: Sequence[Any]) -> torch.device:
-    offload = next(value for value in values if _is_offload(value))
-    return target_of(values) or _C.paired_device(offload.device.index)
-
-
 def _launch_fetched(run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     values, spec = pytree.tree_flatten((args, kwargs))
-    device = _device_for(values)
+    device = device_for(values)
     if device == torch.device("cpu"):
         return run(*args, **kwargs)  # Triton's own error: no kernel runs there
     works: dict[int, _Work] = {}  # by storage: views of one stay views of one
 
     def given(value: Any) -> Any:
-        if not _is_offload(value):
+        if not is_offload(value):
             return value
         key = value.untyped_storage()._cdata
         if key not in works:

@@ -45,6 +45,16 @@ def target_of(values: Sequence[Any]) -> torch.device | None:
     return devices.get("cuda")
 
 
+def is_offload(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "offload"
+
+
+def device_for(values: Sequence[Any]) -> torch.device:
+    """Where a kernel runs that is given these, of which one is on offload."""
+    offload = next(value for value in values if is_offload(value))
+    return target_of(values) or _C.paired_device(offload.device.index)
+
+
 def _is_wrapper(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "offload" and is_traceable_wrapper_subclass(value)
 

@@ -166,8 +166,8 @@ bool capturing() {
 // Note [What the allocator asks for]
 // It calls back at every request that none of its free blocks serves, before it asks the driver, and doesn't say for how much. So
 // the answer goes by the last requests: twice the most that its memory has grown by from one call to the next, and a quarter of what
-// the process may use of the device where it has not called for long. A request that is beyond that and beyond what is free fails. Then, with the lock let go,
-// everything is given back, what is Dirty too, and its size is remembered, so that another attempt succeeds.
+// the process may use of the device where it has not called for long. A request that is beyond that and beyond what is free fails.
+// Then, with the lock let go, everything is given back, what is Dirty too, and its size is remembered, so that another attempt succeeds.
 // While it records its history it wants the GIL to free a block, which nobody may take under its lock: then it gets no answer.
 class Relief {
  public:

@@ -3,17 +3,12 @@
 #include "aten/context.h"
 #include "aten/fetch.h"
 
-#include <algorithm>
 #include <atomic>
 
 namespace offload {
 namespace {
 
 std::atomic<bool> may{false};
-
-bool isAllOfItsStorage(const at::Tensor& tensor) {
-  return tensor.storage().nbytes() > 0 && extentOf(tensor) == Extent{0, tensor.storage().nbytes()};
-}
 
 at::Tensor tensorAt(void* data, const at::Tensor& like, c10::Device device) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), like.storage().nbytes(), c10::DataPtr(data, device), nullptr, false);
@@ -38,7 +33,7 @@ bool doOnDevice(
   std::vector<Residency::Claim> claims;
   std::vector<c10::DataPtr> owners; // another thread may give a storage other memory
   for (const auto& [tensor, written] : operands) {
-    if (tensor.device().index() != index || !isAllOfItsStorage(tensor)) return false;
+    if (tensor.device().index() != index || !coversItsStorage(tensor)) return false;
     claims.push_back({&blockOf(tensor.storage()), written ? Access::Write : Access::Read});
     owners.push_back(Context::retain(*claims.back().block));
   }
@@ -49,7 +44,6 @@ bool doOnDevice(
     std::vector<at::Tensor> there;
     for (std::size_t k = 0; k < operands.size(); ++k) there.push_back(tensorAt(addresses[k], operands[k].tensor, device));
     work(there);
-    return true;
   });
 }
 

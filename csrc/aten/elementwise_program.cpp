@@ -79,11 +79,7 @@ void ElementwiseProgram::run(
   if (operands.empty()) return;
   const std::vector<bool>& written = program->written_;
   std::vector<HostOperand> named;
-  std::vector<at::Tensor> aliases;
-  for (std::size_t k = 0; k < wanted; ++k) {
-    named.push_back({operands[k], written[k]});
-    aliases.push_back(hostAlias(operands[k]));
-  }
+  for (std::size_t k = 0; k < wanted; ++k) named.push_back({operands[k], written[k]});
   const auto bumpVersions = [&] {
     for (std::size_t k = 0; k < wanted; ++k) {
       if (written[k]) operands[k].unsafeGetTensorImpl()->bump_version();
@@ -97,6 +93,8 @@ void ElementwiseProgram::run(
     throw;
   }
   if (!there) {
+    std::vector<at::Tensor> aliases;
+    for (const at::Tensor& operand : operands) aliases.push_back(hostAlias(operand));
     doOnHost(named, [program, aliases = std::move(aliases), pieceElements] { program->runPieces(aliases, pieceElements); });
   }
   bumpVersions();

@@ -104,10 +104,6 @@ void warnOfGaps(const at::Tensor& offload, const Extent& extent) {
       " bytes between the first and the last travel. Where it is used often, keep a copy, tensor.contiguous(). (Said once.)");
 }
 
-bool coversItsStorage(const at::Tensor& value) {
-  return value.storage().nbytes() > 0 && extentOf(value) == Extent{0, value.storage().nbytes()};
-}
-
 // The newest value of a Block is what the device `computed` has just written here.
 void adoptBytes(Block& block, const at::Tensor& value, c10::Device computed) {
   Context& context = Context::get();

@@ -46,6 +46,10 @@ Extent extentOf(const at::Tensor& tensor) {
   return {begin, begin + (last + 1) * item};
 }
 
+bool coversItsStorage(const at::Tensor& tensor) {
+  return tensor.storage().nbytes() > 0 && extentOf(tensor) == Extent{0, tensor.storage().nbytes()};
+}
+
 Extent existingExtentOf(const at::Tensor& tensor) {
   const Extent extent = extentOf(tensor);
   TORCH_CHECK(

@@ -15,6 +15,8 @@ inline bool isOffload(const at::TensorBase& tensor) {
 Extent extentOf(const at::Tensor& tensor);
 /// The same, with an error where the storage doesn't have them: it was resized or freed.
 Extent existingExtentOf(const at::Tensor& tensor);
+/// Whether a tensor's bytes are all that its storage has, and there are some.
+bool coversItsStorage(const at::Tensor& tensor);
 
 /// A tensor of `like`'s dtype, sizes, strides and conjugate and negative bits over other memory.
 at::Tensor tensorOver(c10::Storage storage, c10::DeviceType type, const at::Tensor& like, std::int64_t storageOffset);

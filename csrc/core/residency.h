@@ -144,11 +144,10 @@ class Residency {
   }
 
   /// Has `work` change whole Blocks, as runLater() does, in the cache of the device of `stream`: it is given their addresses there, in the
-  /// order of the claims, and enqueues on `stream` what reads and writes them; before it has, it may return false or throw OutOfMemory. What
-  /// it may write to then
+  /// order of the claims, and enqueues on `stream` what reads and writes them; before it has, it may throw OutOfMemory. What it may write to
   /// goes home, and stays: Note [Guests]. False, and no byte has changed, where not all of them are there or find room, or somebody else
   /// uses what is to be written, or is to.
-  bool updateThere(const std::vector<Claim>& claims, Stream stream, const std::function<bool(const std::vector<void*>&)>& work);
+  bool updateThere(const std::vector<Claim>& claims, Stream stream, const std::function<void(const std::vector<void*>&)>& work);
 
   /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where
   /// the Block was written to since by anybody else, or is gone.

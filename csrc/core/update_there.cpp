@@ -9,7 +9,7 @@
 namespace offload {
 
 bool Residency::updateThere(
-    const std::vector<Claim>& claims, Stream stream, const std::function<bool(const std::vector<void*>&)>& work) {
+    const std::vector<Claim>& claims, Stream stream, const std::function<void(const std::vector<void*>&)>& work) {
   const auto audited = audit("updateThere");
   hostErrors_.raise();
   if (link_.capturing(stream)) return false;
@@ -35,7 +35,7 @@ bool Residency::updateThere(
   try {
     for (const Token& token : before) token.orderBefore(stream);
     changed = true;
-    changed = work(addresses);
+    work(addresses);
   } catch (const OutOfMemory&) {
     changed = room = false;
   } catch (...) {

@@ -70,14 +70,13 @@ inline void Program::updateThere() {
   std::vector<Residency::Claim> claims{{to.block.get(), Access::Write}};
   if (&from != &to) claims.push_back({from.block.get(), Access::Read});
   const bool done = rig_.cache.updateThere(claims, on, [&](const std::vector<void*>& at) {
-    if (random_.oneIn(8)) return false;
+    if (random_.oneIn(64)) throw OutOfMemory(OutOfMemory::Where::Device, 1, "no memory");
     auto* const target = static_cast<unsigned char*>(at.front());
     const auto body = [target, source = at.back(), taken, own] {
       std::memmove(target, source, taken);
       std::copy(own.begin(), own.end(), target + taken);
     };
     rig_.sim.launch(on, body, {{at.back(), taken}}, {{target, taken + own.size()}});
-    return true;
   });
   if (!done) return;
   to.set({0, taken}, from.at({0, taken}));

@@ -226,7 +226,6 @@ TEST(Threads, UpdateInTheCacheWhatOthersFetch) {
           default:
             shared.rig.cache.updateThere({{&block, Access::Write}}, stream, [&](const std::vector<void*>& at) {
               shared.rig.writeOnDevice(stream, at[0], value);
-              return true;
             });
         }
       }

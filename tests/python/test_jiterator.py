@@ -55,7 +55,8 @@ def test_results_and_where_they_live(operands):
     assert_same(list(results), list(both(*plain)))
 
 
-def test_programs_without_offload_are_left_alone():
-    if not GPU:
-        with pytest.raises(AssertionError, match="only supported on CUDA"):
-            torch.cuda.jiterator._create_jit_fn(CODE, alpha=1.0)(torch.ones(2), torch.ones(2))
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cpu", "offload"])
+def test_without_a_gpu_it_says_what_it_says_of_plain_tensors(device):
+    with pytest.raises(AssertionError, match="only supported on CUDA"):
+        torch.cuda.jiterator._create_jit_fn(CODE, alpha=1.0)(*[torch.ones(2).to(device)] * 2)
