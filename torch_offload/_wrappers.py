@@ -29,20 +29,24 @@ _PRODUCTS = {getattr(space, name) for name in _NAMES for space in _SPACES if has
 def target_of(values: Sequence[Any]) -> torch.device | None:
     """Where the placement rule computes; None if there is nothing to fetch, or offload tensors alone."""
     devices: dict[str, torch.device] = {}
-    offload = None
+    offload = cuda_scalar = None
+    dims = False
     for value in values:
         if not isinstance(value, torch.Tensor):
             continue
         if value.device.type == "offload":
             offload = value if offload is None else offload
-        elif value.dim() > 0 and value.numel() > 0:  # checkpointing passes an empty one for its requires_grad alone
+            dims = dims or value.dim() > 0
+        elif value.dim() == 0:
+            cuda_scalar = value.device if value.is_cuda else cuda_scalar
+        elif value.numel() > 0:  # checkpointing passes an empty one for its requires_grad alone
             devices.setdefault(value.device.type, value.device)
     if offload is None:
         return None
     if "cpu" in devices and "cuda" not in devices:
         paired = _C.paired_device(offload.device.index or 0)  # a wrapper may tell none
         return paired if paired.type == "cpu" else devices["cpu"]
-    return devices.get("cuda")
+    return devices.get("cuda", None if dims else cuda_scalar)
 
 
 def is_offload(value: Any) -> bool:

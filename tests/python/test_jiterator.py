@@ -39,13 +39,15 @@ def kernels():
         lambda: (at(OFFLOAD, 4, 8), data(4, 8, seed=1)),
         lambda: (at(OFFLOAD, 8, 4).t(), data(8, seed=1)),
         lambda: (data(4, 8), data(8, seed=1)),
+        lambda: (at(OFFLOAD, 4, 8), data(1, seed=1)[0]),
+        lambda: (at(OFFLOAD, 1)[0], data(1, seed=1)[0]),
     ],
-    ids=["all on offload", "the second one", "the first one", "a view", "none"],
+    ids=["all on offload", "the second one", "the first one", "a view", "none", "beside 0-dim", "0-dim beside 0-dim"],
 )
 def test_results_and_where_they_live(operands):
     scaled_sum, both = kernels()
     x, y = operands()
-    where = OFFLOAD if {x.device.type, y.device.type} == {"offload"} else COMPUTE
+    where = (x + y).device
     plain = x.to(COMPUTE), y.to(COMPUTE)
     result = scaled_sum(x, y, alpha=3.0)
     assert result.device.type == where.type
