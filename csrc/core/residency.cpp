@@ -52,7 +52,7 @@ const Residency::Device& Residency::device(int index) const {
 
 Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   const auto audited = audit("fetch", &block);
-  refuseCapture(stream, "fetch");
+  if (const std::uint64_t capture = link_.captureOf(stream)) return fetchCaptured(block, extent, stream, capture);
   hostErrors_.raise();
   settle();
   if (extent.bytes() == 0) return {};
@@ -271,6 +271,7 @@ void Residency::release(Slots& retired) noexcept {
 
 void Residency::unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept {
   const auto audited = audit("unpin");
+  if (slot->captured) return slot->captured->release(*slot, streams);
   bool stays = false;
   {
     Lock lock(mutex_);
@@ -329,8 +330,9 @@ void Residency::refuseCapture(Stream stream, const char* what) {
   if (!link_.capturing(stream)) return;
   throw Error(
       std::string("offload: can't ") + what +
-      " while a CUDA graph is being captured: a replay would read the address of a cached copy that may be gone. "
-      "Capture without offload tensors, or move the ones that the graph uses to CUDA first.");
+      " while a CUDA graph is being captured: it would be done once, and by no replay. Do it outside of the capture, or with "
+      "CUDA "
+      "tensors.");
 }
 
 // ---- the whole
@@ -368,6 +370,9 @@ void Residency::drain(bool close) {
   {
     Lock lock(mutex_);
     closed_ = closed_ || close;
+    for (auto& dev : devices_) {
+      if (closed_ && dev->staging) dev->staging->close();
+    }
   }
   if (failure) std::rethrow_exception(failure);
   hostErrors_.raise();

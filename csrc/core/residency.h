@@ -32,6 +32,7 @@
 #pragma once
 
 #include "core/audit.h"
+#include "core/captured_fetches.h"
 #include "core/host_jobs.h"
 #include "core/host_lease.h"
 #include "core/observer.h"
@@ -48,6 +49,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 
 namespace offload {
@@ -99,8 +101,8 @@ class Residency {
   Residency(const Residency&) = delete;
   Residency& operator=(const Residency&) = delete;
 
-  /// The newest bytes of an extent on the device of `stream`, for work enqueued there from now on. Throws OutOfMemory; Error
-  /// while the stream is being captured.
+  /// The newest bytes of an extent on the device of `stream`, for work enqueued there from now on, or captured: Note [Captured fetches].
+  /// Throws OutOfMemory; Error while a graph is being captured that nobody has told of, or where the bytes are not page-locked.
   Pin fetch(Block& block, Extent extent, Stream stream);
 
   /// Copies these bytes to the device of `stream`, where they are not there, for a fetch to find as long as the Pin is held. Its memory
@@ -125,6 +127,16 @@ class Residency {
 
   /// Copies an extent home from device memory that somebody else owns. Work enqueued on `producer` later may overwrite it.
   void store(Block& block, Extent extent, const void* device, Stream producer);
+
+  /// From now on fetches on streams that are captured with `stream` become part of what is returned, as long as somebody keeps it.
+  std::shared_ptr<CapturedFetches> beginCapture(Stream stream, CapturedFetches::Keep keep);
+  /// Called when the capture is about to end, or has.
+  void endCapture(CapturedFetches& graph);
+  /// To be called right before a graph is launched on `stream`, by whom calls endReplay() right after, whether it was or not.
+  void beginReplay(const CapturedFetches& graph, Stream stream);
+  void endReplay(const CapturedFetches& graph, Stream stream);
+  /// Throws Error where `stream` is being captured.
+  void refuseCapture(Stream stream, const char* what);
 
   /// See HostLease. The only call here that may wait, but for writes to a Shared Block, and for a store that is the first write to bytes
   /// of a file.
@@ -220,6 +232,7 @@ class Residency {
     std::uint64_t wrongCopies = 0; // and copies
     int steady = 0; // how well the order could be foretold of late
     Token lastCopy; // of the last copy to the device
+    std::shared_ptr<Staging> staging; // from the first capture of a graph on
   };
 
   /// What is to be copied ahead of its fetch; or, where only the half of the ring stands in the way, the copy with whose end the link
@@ -239,12 +252,14 @@ class Residency {
   const Device& device(int index) const;
   std::shared_ptr<Slot> find(const Block& block, Extent extent, int device) const;
   void awaitIssued(Lock& lock, const Block& block);
+  Pin fetchCaptured(Block& block, Extent extent, Stream stream, std::uint64_t id);
   Pin copyToDevice(
       Lock& lock, Device& dev, Block& block, Extent extent, std::vector<Stream> streams, Slots& retired, bool* tooLarge);
   std::shared_ptr<Slot> awaitNewest(Lock& lock, Block& block, Extent extent, int device);
   std::shared_ptr<Slot> takeResult(Device& device, const Block& block, DeviceBuffer buffer);
   std::shared_ptr<Slot> dirtyOf(const Block& block) const;
   void writeHome(Lock& lock, const std::shared_ptr<Slot>& slot);
+  void sendAllHome(Lock& lock, std::span<const Block* const> blocks, bool behindJobs);
   bool tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noexcept;
   void spill(Lock& lock, Device& device, std::size_t budget) noexcept;
   bool isLastWrite(const Block& block) const;
@@ -288,7 +303,6 @@ class Residency {
   auto audit(const char* call, const Block* block = nullptr) const {
     return Audit(options_.validate, call, [this, block] { block != nullptr ? validate(*block) : validate(); });
   }
-  void refuseCapture(Stream stream, const char* what);
   void prepareForWrite(Block& block);
   /// Not under the mutex.
   std::unique_ptr<Observer::Span> observe(const Observation& observation) const noexcept {
@@ -311,6 +325,7 @@ class Residency {
   /// event may be recorded, and memory that could not be ordered after its uses.
   std::vector<std::pair<std::shared_ptr<Slot>, std::vector<Stream>>> deferred_;
   Slots unreleased_;
+  std::map<std::uint64_t, std::weak_ptr<CapturedFetches>> captures_; // that go on, by Link::captureOf()
   bool closed_ = false;
   bool ringIsSet_;
   bool warned_ = false;

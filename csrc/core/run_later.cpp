@@ -45,20 +45,7 @@ void Residency::runLater(std::vector<Claim> claims, std::function<void()> work) 
 // Who holds a lease, or shares the bytes from another process, sees them without asking: for him it must be done at once.
 bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after) {
   Lock lock(mutex_);
-  for (bool changed = true; changed;) {
-    changed = false;
-    for (const auto& [block, access] : claims) {
-      if (block->issuing > block->claims) {
-        awaitIssued(lock, *block);
-        changed = true;
-      }
-      while (auto dirty = dirtyOf(*block)) {
-        writeHome(lock, dirty);
-        awaitIssued(lock, *block);
-        changed = true;
-      }
-    }
-  }
+  sendAllHome(lock, job.blocks, true);
   bool seen = false;
   for (const auto& [block, access] : claims) {
     seen = seen || block->leases > 0 || block->shared;
@@ -73,6 +60,24 @@ bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std:
     ++block->claims;
   }
   return !seen && jobs_.submit(job);
+}
+
+// The newest bytes of all of these, at once, are the host's, and nobody is about to copy any; but for jobs, where that is said.
+void Residency::sendAllHome(Lock& lock, std::span<const Block* const> blocks, bool behindJobs) {
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (const Block* block : blocks) {
+      if (block->issuing > (behindJobs ? block->claims : 0)) {
+        awaitIssued(lock, *block);
+        changed = true;
+      }
+      while (auto dirty = dirtyOf(*block)) {
+        writeHome(lock, dirty);
+        awaitIssued(lock, *block);
+        changed = true;
+      }
+    }
+  }
 }
 
 // A program that makes tensors, has the host add them to something and lets go of them may be faster than the host.

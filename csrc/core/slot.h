@@ -11,6 +11,8 @@
 
 namespace offload {
 
+class CapturedFetches;
+
 /// Device memory with its way back; whoever holds one gives it back.
 struct DeviceBuffer {
   void* data = nullptr;
@@ -76,6 +78,8 @@ struct Slot {
   const void* host = nullptr; // where it begins in host memory; for an Observer, also when the Block is gone
   Purpose purpose = Purpose::Temporary; // of the Block, likewise
   const void* gradientOf = nullptr; // and this
+  /// The graph that it is part of, with memory of Staging; no Block or SlotQueue has it then, and only its Pin.
+  std::shared_ptr<CapturedFetches> captured;
   /// The last write to the device bytes.
   Token ready;
   /// What reads the device bytes, besides what its Pins still may.

@@ -133,6 +133,7 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
 }
 
 void Residency::bringHome(const Pin& pin, Stream producer) {
+  refuseCapture(producer, "write to an offload tensor");
   const std::shared_ptr<Slot> slot = pin.slot_;
   Block* block = nullptr;
   std::uint64_t before = 0;

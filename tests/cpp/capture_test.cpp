@@ -9,8 +9,8 @@ using namespace core_test;
 class CapturingLink final : public FaultLink {
  public:
   using FaultLink::FaultLink;
-  bool capturing(Stream stream) override {
-    return stream == captured;
+  std::uint64_t captureOf(Stream stream) override {
+    return stream == captured ? 1 : 0;
   }
   void record(Event event, Stream stream) override {
     EXPECT_FALSE(stream == captured);

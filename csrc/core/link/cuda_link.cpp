@@ -185,6 +185,12 @@ class CudaLink final : public Link {
       (*owned)();
     };
     auto owned = std::make_unique<std::function<void()>>(std::move(task.run));
+    if (capturing(stream)) {
+      // Every replay runs it, and nobody tells when there is none any more.
+      auto runAgain = [](void* argument) noexcept { (*static_cast<std::function<void()>*>(argument))(); };
+      check(cudaLaunchHostFunc(native(stream), runAgain, owned.release()), "launch a host task", stream.device);
+      return;
+    }
     check(cudaLaunchHostFunc(native(stream), run, owned.get()), "launch a host task", stream.device);
     (void)owned.release();
   }
@@ -206,6 +212,7 @@ class CudaLink final : public Link {
   }
 
   void* allocate(std::size_t bytes, Stream stream) override {
+    RelaxedCapture relaxed;
     return memory_->allocate(bytes, stream);
   }
 
@@ -217,15 +224,16 @@ class CudaLink final : public Link {
     return memory_->memoryInfo(device);
   }
 
-  bool capturing(Stream stream) override {
+  std::uint64_t captureOf(Stream stream) override {
     DeviceScope scope(stream.device);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
     // Asking about the legacy stream while another stream is being captured is itself an error; that one isn't captured.
-    if (cudaStreamIsCapturing(native(stream), &status) != cudaSuccess) {
+    if (cudaStreamGetCaptureInfo(native(stream), &status, &id) != cudaSuccess) {
       (void)cudaGetLastError();
-      return false;
+      return 0;
     }
-    return status != cudaStreamCaptureStatusNone;
+    return status == cudaStreamCaptureStatusNone ? 0 : std::max<std::uint64_t>(id, 1);
   }
 
  private:

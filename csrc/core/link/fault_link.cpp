@@ -140,9 +140,9 @@ void FaultLink::free(void* device, Stream stream) noexcept {
   count(&LinkUse::buffers, -1);
 }
 
-bool FaultLink::capturing(Stream stream) {
+std::uint64_t FaultLink::captureOf(Stream stream) {
   mayFail("say whether a stream is being captured");
-  return link_.capturing(stream);
+  return link_.captureOf(stream);
 }
 
 } // namespace offload

@@ -68,7 +68,7 @@ class FaultLink : public Link {
   MemoryInfo memoryInfo(int device) override {
     return link_.memoryInfo(device);
   }
-  bool capturing(Stream stream) override;
+  std::uint64_t captureOf(Stream stream) override;
   void hostAccess(const void* host, std::size_t bytes, Access access) override {
     link_.hostAccess(host, bytes, access);
   }

@@ -11,6 +11,7 @@
 
 #include <concepts>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
@@ -95,7 +96,7 @@ class Link {
   virtual void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) = 0;
   /// Fills device bytes; used to poison what is free.
   virtual void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) = 0;
-  /// Runs `task` on the host in stream order; see Note [Host tasks].
+  /// Runs `task` on the host in stream order; see Note [Host tasks]. One that is captured is kept for good: for tests alone.
   virtual void launchHost(HostTask task, Stream stream) = 0;
 
   /// Page-locks host memory for fast copies. Returns false, and leaves no error behind, when the system refuses.
@@ -112,8 +113,12 @@ class Link {
 
   virtual MemoryInfo memoryInfo(int device) = 0;
 
-  /// Whether work on `stream` is being captured into a graph rather than run.
-  virtual bool capturing(Stream stream) = 0;
+  /// Names the capture of a graph that work on `stream` becomes part of, rather than run; 0 where there is none. Work that is captured
+  /// has an event wait for what is captured with it, and nothing else may.
+  virtual std::uint64_t captureOf(Stream stream) = 0;
+  bool capturing(Stream stream) {
+    return captureOf(stream) != 0;
+  }
   /// Tells the simulation that the host reads or writes these bytes now; hardware has no use for it.
   virtual void hostAccess(const void* /*host*/, std::size_t /*bytes*/, Access /*access*/) {}
 };

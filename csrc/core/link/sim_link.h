@@ -77,8 +77,8 @@ class SimLink final : public Link {
   void* allocate(std::size_t bytes, Stream stream) override;
   void free(void* device, Stream stream) noexcept override;
   MemoryInfo memoryInfo(int device) override;
-  bool capturing(Stream /*stream*/) override {
-    return false;
+  std::uint64_t captureOf(Stream /*stream*/) override {
+    return 0;
   }
   void hostAccess(const void* host, std::size_t bytes, Access access) override;
 

@@ -1,0 +1,119 @@
+#include "core/captured_fetches.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+namespace offload {
+
+CapturedFetches::CapturedFetches(
+    Link& link, EventPool& events, std::shared_ptr<Staging> staging, Stream origin, std::uint64_t id, Keep keep,
+    CaptureOptions options)
+    : link_(link),
+      tokens_(events),
+      staging_(std::move(staging)),
+      id_(id),
+      keep_(std::move(keep)),
+      options_(options),
+      copies_(link.createStream(origin.device)) {
+  try {
+    begin_ = recordOn(origin);
+  } catch (...) {
+    link_.destroyStream(copies_);
+    throw;
+  }
+}
+
+CapturedFetches::~CapturedFetches() {
+  if (staging_->closed()) return;
+  for (Event event : events_) link_.destroyEvent(event);
+  link_.destroyStream(copies_);
+}
+
+Event CapturedFetches::recordOn(Stream stream) {
+  const Event event = link_.createEvent(stream.device);
+  {
+    const std::lock_guard lock(mutex_);
+    events_.push_back(event);
+  }
+  link_.record(event, stream);
+  return event;
+}
+
+// What has not been used in this graph is best, as nothing waits for it; then new memory. What is used again holds its copy up.
+Staging::BufferPtr CapturedFetches::take(std::size_t bytes, const std::function<void*(std::size_t)>& allocate) {
+  const auto keep = [this](Staging::BufferPtr buffer) {
+    const std::lock_guard lock(mutex_);
+    buffers_.push_back(buffer);
+    return buffer;
+  };
+  if (auto buffer = staging_->take(bytes)) return keep(std::move(buffer));
+  if (staging_->bytes() + bytes > options_.stagingBytes) {
+    const std::lock_guard lock(mutex_);
+    const auto oldest = std::ranges::find_if(free_, [bytes](const Free& free) { return free.buffer->isFor(bytes); });
+    if (oldest != free_.end()) {
+      auto [buffer, after] = std::move(*oldest);
+      free_.erase(oldest);
+      after_[buffer.get()] = std::move(after);
+      return buffer;
+    }
+  }
+  void* const data = allocate(bytes);
+  return keep(staging_->add(data, bytes));
+}
+
+void CapturedFetches::copy(Block& block, const Slot& slot, Stream stream) {
+  std::vector<Event> after{begin_};
+  {
+    const std::lock_guard lock(mutex_);
+    if (!kept_.contains(&block)) {
+      kept_[&block] = keep_(block);
+      blocks_.push_back(&block);
+    }
+    if (auto uses = after_.extract(static_cast<const Staging::Buffer*>(slot.buffer.owner.get()))) {
+      after.insert(after.end(), uses.mapped().begin(), uses.mapped().end());
+    }
+  }
+  for (Event event : after) link_.wait(copies_, event);
+  if (options_.copyDelay.count() > 0) {
+    link_.launchHost([delay = options_.copyDelay] { std::this_thread::sleep_for(delay); }, copies_);
+  }
+  if (options_.poison) link_.fill(slot.buffer.data, 0xFF, slot.buffer.bytes, copies_);
+  link_.copyToDevice(slot.data, slot.host, slot.extent.bytes(), copies_);
+  link_.wait(stream, recordOn(copies_));
+}
+
+void CapturedFetches::release(Slot& slot, const std::vector<Stream>& streams) noexcept {
+  auto buffer = std::static_pointer_cast<Staging::Buffer>(std::exchange(slot.buffer, {}).owner);
+  if (!buffer || staging_->closed()) return;
+  Free free{buffer, {}};
+  try {
+    bool within = true;
+    for (Stream stream : streams) {
+      if (link_.captureOf(stream) == id_) {
+        free.after.push_back(recordOn(stream));
+      } else {
+        staging_->addUse(tokens_.defer(stream));
+        within = false;
+      }
+    }
+    if (!within) return;
+  } catch (...) {
+    return;
+  }
+  // What somebody held longer than the capture, another graph may have been given to read: a backward pass, say. It stays taken.
+  const std::lock_guard lock(mutex_);
+  if (!ended_) free_.push_back(std::move(free));
+}
+
+void CapturedFetches::end() {
+  std::deque<Free> free;
+  {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    free.swap(free_);
+  }
+  for (const auto& [buffer, after] : free) staging_->giveBack(*buffer);
+}
+
+} // namespace offload

@@ -1,0 +1,92 @@
+// What fetches become while a CUDA graph is captured, and what its replays need.
+//
+// Note [Captured fetches]
+// A replay uses the addresses that were captured. A Slot may be gone by then, so a captured fetch doesn't ask the cache: it captures a copy
+// from the host bytes, which keep their place as long as the graph keeps their Block, to Staging. The copies are captured on a stream of
+// their own, behind nothing but the last use of the memory that they fill: in a replay they run ahead of the operations, as far as the
+// ring's bytes go.
+//
+// A replay is ordered as any reader of the host bytes is. Before it what is newer on a device goes home and the host's jobs on these
+// Blocks are done (beginReplay); what writes to them later waits for it (endReplay). So somebody has to tell when there is one.
+#pragma once
+
+#include "core/slot.h"
+#include "core/staging.h"
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <unordered_map>
+
+namespace offload {
+
+struct CaptureOptions {
+  std::size_t stagingBytes = 0; // of all graphs of the device, as far as what is free again is of the right size
+  bool poison = false;
+  std::chrono::microseconds copyDelay{0};
+};
+
+/// The copies of one graph. Threads may capture at once.
+class CapturedFetches : public std::enable_shared_from_this<CapturedFetches> {
+ public:
+  /// Makes one more owner of a Block; who gets it keeps it.
+  using Keep = std::function<std::shared_ptr<void>(Block&)>;
+
+  /// `id` is Link::captureOf(`origin`).
+  CapturedFetches(
+      Link& link, EventPool& events, std::shared_ptr<Staging> staging, Stream origin, std::uint64_t id, Keep keep,
+      CaptureOptions options);
+  ~CapturedFetches();
+  CapturedFetches(const CapturedFetches&) = delete;
+  CapturedFetches& operator=(const CapturedFetches&) = delete;
+
+  /// Staging for so many bytes, by `allocate` where there is none. `allocate` is called under no lock, and may throw.
+  Staging::BufferPtr take(std::size_t bytes, const std::function<void*(std::size_t)>& allocate);
+  /// Captures the copy of a Slot's bytes to its memory, which take() gave, and has `stream` wait for it.
+  void copy(Block& block, const Slot& slot, Stream stream);
+  /// The last Pin of a Slot has gone; work on `streams` may have used it.
+  void release(Slot& slot, const std::vector<Stream>& streams) noexcept;
+  /// The capture has ended.
+  void end();
+
+  std::uint64_t id() const noexcept {
+    return id_;
+  }
+  int device() const noexcept {
+    return copies_.device;
+  }
+  Staging& staging() const noexcept {
+    return *staging_;
+  }
+  /// What replays read; it doesn't change after end().
+  const std::vector<Block*>& blocks() const noexcept {
+    return blocks_;
+  }
+
+ private:
+  struct Free {
+    Staging::BufferPtr buffer;
+    std::vector<Event> after; // its last uses in this graph
+  };
+
+  Event recordOn(Stream stream);
+
+  Link& link_;
+  EventPool& tokens_;
+  const std::shared_ptr<Staging> staging_;
+  const std::uint64_t id_;
+  const Keep keep_;
+  const CaptureOptions options_;
+  const Stream copies_;
+  Event begin_ = nullptr;
+  std::mutex mutex_;
+  bool ended_ = false;
+  std::vector<Staging::BufferPtr> buffers_; // all that replays write to
+  std::deque<Free> free_; // the oldest first
+  std::unordered_map<const Staging::Buffer*, std::vector<Event>> after_; // of what has been taken again
+  std::vector<Event> events_;
+  std::vector<Block*> blocks_;
+  std::unordered_map<const Block*, std::shared_ptr<void>> kept_;
+};
+
+} // namespace offload

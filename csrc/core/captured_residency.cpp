@@ -1,0 +1,117 @@
+// Fetches of a stream that is being captured, and replays: Note [Captured fetches].
+#include "core/captured_fetches.h"
+#include "core/error.h"
+#include "core/residency.h"
+
+#include <utility>
+
+namespace offload {
+
+std::shared_ptr<CapturedFetches> Residency::beginCapture(Stream stream, CapturedFetches::Keep keep) {
+  const std::uint64_t id = link_.captureOf(stream);
+  if (id == 0) throw Error("offload: no CUDA graph is being captured on this stream.");
+  Device& dev = device(stream.device);
+  std::shared_ptr<Staging> staging;
+  CaptureOptions options{0, options_.poison, options_.copyDelay};
+  {
+    const Lock lock(mutex_);
+    if (!dev.staging) dev.staging = std::make_shared<Staging>(link_, events_, dev.transfer.deviceBound());
+    staging = dev.staging;
+    options.stagingBytes = ringBytes_;
+  }
+  auto graph = std::make_shared<CapturedFetches>(link_, events_, std::move(staging), stream, id, std::move(keep), options);
+  const Lock lock(mutex_);
+  std::erase_if(captures_, [](const auto& entry) { return entry.second.expired(); });
+  captures_[id] = graph;
+  return graph;
+}
+
+void Residency::endCapture(CapturedFetches& graph) {
+  {
+    const Lock lock(mutex_);
+    captures_.erase(graph.id());
+  }
+  graph.end();
+}
+
+Pin Residency::fetchCaptured(Block& block, Extent extent, Stream stream, std::uint64_t id) {
+  std::shared_ptr<CapturedFetches> graph;
+  {
+    const Lock lock(mutex_);
+    if (const auto known = captures_.find(id); known != captures_.end()) graph = known->second.lock();
+  }
+  if (!graph) {
+    throw Error(
+        "offload: can't fetch while a CUDA graph is being captured that is no torch.cuda.CUDAGraph: nobody would tell when it "
+        "is "
+        "replayed. Use torch.cuda.graph() or torch.cuda.make_graphed_callables().");
+  }
+  if (extent.bytes() == 0) return {};
+  requireWithin(block, extent);
+  if (memoryOf(block) != HostMemory::Pinned) {
+    throw Error(
+        "offload: can't capture a fetch of " + std::to_string(extent.bytes()) +
+        " bytes into a CUDA graph, as their host memory is not page-locked (it is a file's, of another library, or past the "
+        "limit on "
+        "pinned memory); give the tensor memory of its own with clone(), or move it to CUDA before the capture.");
+  }
+  if (stream.device != graph->device()) {
+    throw Error(
+        "offload: a CUDA graph that is captured on cuda:" + std::to_string(graph->device()) +
+        " can't fetch to cuda:" + std::to_string(stream.device) + "; capture one for each device.");
+  }
+  Device& dev = device(stream.device);
+  const std::size_t shift = (block.address() + extent.begin) % kAlignment;
+  const auto allocateMore = [this, &dev](std::size_t bytes) { return allocate(dev, bytes); };
+  const auto buffer = graph->take(extent.bytes() + kAlignment, allocateMore); // whatever the next one's shift is
+  auto slot = std::make_shared<Slot>();
+  slot->extent = extent;
+  slot->device = dev.index;
+  slot->state = SlotState::Clean;
+  slot->buffer = {buffer->data, buffer->bytes, graph->staging().home(), buffer};
+  slot->data = static_cast<std::byte*>(buffer->data) + shift;
+  slot->host = static_cast<const std::byte*>(block.data) + extent.begin;
+  slot->captured = graph;
+  Pin pin(*this, slot, slot->data, {stream}); // gives the memory back if anything throws
+  graph->copy(block, *slot, stream);
+  return pin;
+}
+
+void Residency::beginReplay(const CapturedFetches& graph, Stream stream) {
+  hostErrors_.raise();
+  settle();
+  if (link_.capturing(stream)) {
+    throw Error(
+        "offload: a CUDA graph that fetches offload tensors can't be replayed into another one that is being captured.");
+  }
+  std::vector<Token> before = graph.staging().uses();
+  {
+    Lock lock(mutex_);
+    sendAllHome(lock, graph.blocks(), false);
+    for (Block* block : graph.blocks()) {
+      block->writers.appendTo(before);
+      ++block->issuing;
+    }
+  }
+  try {
+    for (const Token& token : before) token.orderBefore(stream);
+  } catch (...) {
+    endReplay(graph, stream);
+    throw;
+  }
+}
+
+void Residency::endReplay(const CapturedFetches& graph, Stream stream) {
+  const Token done = events_.record(stream);
+  graph.staging().addUse(done);
+  {
+    const Lock lock(mutex_);
+    for (Block* block : graph.blocks()) {
+      block->readers.add(done);
+      --block->issuing;
+    }
+  }
+  issued_.notify_all();
+}
+
+} // namespace offload

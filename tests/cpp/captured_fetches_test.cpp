@@ -1,0 +1,389 @@
+// Note [Captured fetches]: graphs whose copies from the host are captured, and replayed while the host writes.
+#include "core_rig.h"
+#include "graph_link.h"
+
+namespace offload {
+namespace {
+
+using namespace core_test;
+
+constexpr std::size_t kBytes = 1000;
+constexpr std::size_t kPiece = kBytes + kAlignment; // of Staging
+
+using GraphRig = BasicRig<GraphLink>;
+using GraphPtr = std::shared_ptr<GraphLink::Graph>;
+
+CoreOptions graphOptions(std::uint64_t seed = 0, std::size_t ringBytes = 1 << 20) {
+  CoreOptions options;
+  options.sim.seed = seed;
+  options.cache.ringBytes = ringBytes;
+  options.cache.poison = true;
+  return options;
+}
+
+/// A graph that reads Blocks one after the other, and what it saw last.
+struct Reader {
+  explicit Reader(GraphRig& over) : rig(over) {}
+
+  void capture(const std::vector<Block*>& blocks) {
+    rig.link.begin(stream);
+    fetches = rig.cache.beginCapture(stream, [this](Block& block) {
+      ++kept[&block];
+      return std::shared_ptr<void>(&block, [this](void* gone) { --kept[static_cast<Block*>(gone)]; });
+    });
+    for (Block* block : blocks) read(*block);
+    end();
+  }
+  void read(Block& block) {
+    const Pin pin = rig.cache.fetch(block, {0, block.bytes}, stream);
+    readFrom(pin.data(), block.bytes);
+  }
+  void readFrom(const void* data, std::size_t bytes) {
+    seen.push_back(std::make_shared<Bytes>(bytes));
+    rig.link.launch(stream, [to = seen.back(), data, bytes] { std::memcpy(to->data(), data, bytes); }, {{data, bytes}}, {});
+  }
+  void end() {
+    rig.cache.endCapture(*fetches);
+    graph = rig.link.end();
+  }
+  void replay(Stream on) {
+    rig.cache.beginReplay(*fetches, on);
+    const std::shared_ptr<void> ends(this, [this, on](void*) { rig.cache.endReplay(*fetches, on); });
+    rig.link.replay(*graph, on);
+  }
+
+  GraphRig& rig;
+  Stream stream = rig.sim.createStream(0);
+  std::map<Block*, int> kept;
+  std::vector<std::shared_ptr<Bytes>> seen;
+  std::shared_ptr<CapturedFetches> fetches;
+  GraphPtr graph;
+};
+
+struct Blocks {
+  Blocks(GraphRig& rig, int count) {
+    for (int k = 0; k < count; ++k) {
+      owned.push_back(rig.newBlock(pattern(k, kBytes)));
+      all.push_back(owned.back().get());
+    }
+  }
+  std::vector<GraphRig::BlockPtr> owned;
+  std::vector<Block*> all;
+};
+
+TEST(CapturedFetches, AReplayReadsWhatTheHostHasThen) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    GraphRig rig(graphOptions(seed));
+    Blocks blocks(rig, 4);
+    Reader reader(rig);
+    reader.capture(blocks.all);
+    for (int round = 0; round < 3; ++round) {
+      for (int k = 0; k < 4; ++k) rig.write(*blocks.all[k], pattern(100 * round + k, kBytes)); // waits for the replay before
+      reader.replay(reader.stream);
+      if (round % 2 == 0) rig.sim.drain();
+      for (int k = 0; k < 4 && round % 2 == 0; ++k) EXPECT_EQ(*reader.seen[k], pattern(100 * round + k, kBytes));
+    }
+    rig.sim.drain();
+  }
+}
+
+TEST(CapturedFetches, WhatHasNoRoomUsesMemoryAgain) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    GraphRig rig(graphOptions(seed, 2 * kPiece));
+    Blocks blocks(rig, 8);
+    const std::size_t before = rig.sim.bytesInUse(0);
+    Reader reader(rig);
+    reader.capture(blocks.all);
+    EXPECT_LE(rig.sim.bytesInUse(0) - before, 2 * std::size_t{1536});
+    for (int round = 0; round < 2; ++round) {
+      reader.replay(reader.stream);
+      rig.sim.drain();
+      for (int k = 0; k < 8; ++k) EXPECT_EQ(*reader.seen[k], pattern(k, kBytes));
+    }
+  }
+}
+
+TEST(CapturedFetches, SmallTensorsDoNotTakeLargeMemory) {
+  GraphRig rig(graphOptions(0, 1 << 14));
+  Blocks small(rig, 4);
+  const auto large = rig.newBlock(pattern(9, 1 << 14));
+  Reader reader(rig);
+  reader.capture({large.get(), small.all[0], small.all[1], large.get(), small.all[2], small.all[3], large.get()});
+  EXPECT_EQ(reader.fetches->staging().bytes(), (std::size_t{1} << 14) + kAlignment + kPiece);
+  reader.replay(reader.stream);
+  rig.sim.drain();
+  for (int k : {0, 3, 6}) EXPECT_EQ(*reader.seen[k], pattern(9, 1 << 14));
+  for (int k : {1, 2}) EXPECT_EQ(*reader.seen[k], pattern(k - 1, kBytes));
+}
+
+TEST(CapturedFetches, LateCopies) {
+  CoreOptions options = graphOptions(0, kPiece);
+  options.cache.copyDelay = std::chrono::microseconds(100);
+  GraphRig rig(options);
+  Blocks blocks(rig, 3);
+  Reader reader(rig);
+  reader.capture(blocks.all);
+  for (int round = 0; round < 2; ++round) reader.replay(reader.stream);
+  rig.sim.drain();
+  for (int k = 0; k < 3; ++k) EXPECT_EQ(*reader.seen[k], pattern(k, kBytes));
+}
+
+TEST(CapturedFetches, OneDeviceEach) {
+  CoreOptions options = graphOptions();
+  options.sim.devices = 2;
+  GraphRig rig(options);
+  const auto block = rig.newBlock(pattern(1, kBytes));
+  const Stream stream = rig.sim.createStream(0);
+  const Stream there = rig.sim.createStream(1);
+  rig.link.begin(stream);
+  const auto fetches = rig.cache.beginCapture(stream, [](Block&) { return nullptr; });
+  const Event fork = rig.link.createEvent(0);
+  rig.link.record(fork, stream);
+  rig.link.wait(there, fork);
+  EXPECT_THROW(rig.cache.fetch(*block, {0, kBytes}, there), Error);
+  rig.link.end();
+  rig.link.destroyEvent(fork);
+}
+
+TEST(CapturedFetches, WhatAPinHoldsIsNotUsedAgain) {
+  GraphRig rig(graphOptions(0, kPiece));
+  Blocks blocks(rig, 4);
+  Reader reader(rig);
+  reader.rig.link.begin(reader.stream);
+  reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+  Pin held = rig.cache.fetch(*blocks.all[0], {0, kBytes}, reader.stream);
+  void* const address = held.data();
+  for (int k = 1; k < 4; ++k) reader.read(*blocks.all[k]);
+  reader.readFrom(address, kBytes);
+  reader.end();
+  held = {}; // what was captured meanwhile may read it in any replay
+  Reader other(rig);
+  other.capture({blocks.all[3]});
+  reader.replay(reader.stream);
+  other.replay(other.stream);
+  const auto later = rig.readOnDevice(other.stream, address, kBytes);
+  rig.sim.drain();
+  EXPECT_EQ(*reader.seen.back(), pattern(0, kBytes));
+  EXPECT_EQ(*later, pattern(0, kBytes));
+}
+
+TEST(CapturedFetches, GraphsShareMemoryAndFollowEachOther) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    GraphRig rig(graphOptions(seed));
+    Blocks blocks(rig, 4);
+    Reader first(rig);
+    Reader second(rig);
+    first.capture({blocks.all[0], blocks.all[1]});
+    const std::size_t before = rig.sim.bytesInUse(0);
+    second.capture({blocks.all[2], blocks.all[3]});
+    EXPECT_EQ(rig.sim.bytesInUse(0), before);
+    for (int round = 0; round < 3; ++round) {
+      first.replay(first.stream);
+      second.replay(second.stream);
+    }
+    rig.sim.drain();
+    for (int k = 0; k < 2; ++k) {
+      EXPECT_EQ(*first.seen[k], pattern(k, kBytes));
+      EXPECT_EQ(*second.seen[k], pattern(2 + k, kBytes));
+    }
+  }
+}
+
+TEST(CapturedFetches, WhatIsNewerOnTheDeviceGoesHomeFirst) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    CoreOptions options = graphOptions(seed);
+    options.cache.budgetBytes = 1 << 20;
+    GraphRig rig(options);
+    const auto block = rig.newBlock(pattern(1, kBytes));
+    Reader reader(rig);
+    reader.capture({block.get()});
+    const Stream other = rig.sim.createStream(0);
+    rig.cache.adopt(*block, rig.newResult(other, pattern(2, kBytes)), other);
+    reader.replay(reader.stream);
+    rig.cache.adopt(*block, rig.newResult(other, pattern(3, kBytes)), other);
+    EXPECT_EQ(rig.read(*block), pattern(3, kBytes)); // goes home behind the replay
+    rig.sim.drain();
+    EXPECT_EQ(*reader.seen[0], pattern(2, kBytes));
+  }
+}
+
+TEST(CapturedFetches, WhatTheHostIsAboutToDoIsDoneFirst) {
+  for (const auto when : {HostJobs::When::Soon, HostJobs::When::Wanted}) {
+    CoreOptions options = graphOptions();
+    options.cache.hostJobs = when;
+    GraphRig rig(options);
+    const auto block = rig.newBlock(pattern(1, kBytes));
+    Reader reader(rig);
+    reader.capture({block.get()});
+    for (int round = 0; round < 20; ++round) {
+      rig.cache.runLater({{block.get(), Access::Write}}, [&, round] {
+        const Bytes value = pattern(100 + round, kBytes);
+        std::memcpy(block->data, value.data(), kBytes);
+      });
+      reader.replay(reader.stream);
+      rig.sim.drain();
+      EXPECT_EQ(*reader.seen[0], pattern(100 + round, kBytes));
+    }
+  }
+}
+
+TEST(CapturedFetches, AGraphKeepsItsBlocks) {
+  GraphRig rig(graphOptions());
+  Blocks blocks(rig, 2);
+  Reader reader(rig);
+  reader.capture({blocks.all[0], blocks.all[1], blocks.all[0]});
+  EXPECT_EQ(reader.fetches->blocks().size(), 2U);
+  EXPECT_EQ(reader.kept[blocks.all[0]], 1);
+  reader.fetches = nullptr;
+  EXPECT_EQ(reader.kept[blocks.all[0]], 0);
+  EXPECT_EQ(reader.kept[blocks.all[1]], 0);
+  rig.sim.drain();
+  EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
+}
+
+TEST(CapturedFetches, APinThatOutlivesItsGraphKeepsItsMemory) {
+  GraphRig rig(graphOptions());
+  const auto block = rig.newBlock(pattern(1, kBytes));
+  Reader reader(rig);
+  rig.link.begin(reader.stream);
+  reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+  std::optional<Pin> pin = rig.cache.fetch(*block, {0, kBytes}, reader.stream);
+  reader.end();
+  reader.replay(reader.stream);
+  reader.fetches = nullptr;
+  const auto seen = rig.readOnDevice(reader.stream, pin->data(), kBytes);
+  pin.reset();
+  EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
+  rig.sim.drain();
+  EXPECT_EQ(*seen, pattern(1, kBytes));
+}
+
+TEST(CapturedFetches, SideStreamsOfACapture) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    GraphRig rig(graphOptions(seed, kPiece));
+    Blocks blocks(rig, 3);
+    Reader reader(rig);
+    const Stream side = rig.sim.createStream(0);
+    rig.link.begin(reader.stream);
+    reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+    const Event fork = rig.link.createEvent(0);
+    const Event join = rig.link.createEvent(0);
+    auto onSide = std::make_shared<Bytes>(kBytes);
+    {
+      Pin pin = rig.cache.fetch(*blocks.all[0], {0, kBytes}, reader.stream);
+      rig.link.record(fork, reader.stream);
+      rig.link.wait(side, fork);
+      pin.alsoUsedOn(side);
+      rig.link.launch(
+          side, [onSide, data = pin.data()] { std::memcpy(onSide->data(), data, kBytes); }, {{pin.data(), kBytes}}, {});
+    }
+    reader.read(*blocks.all[1]); // into the same memory
+    rig.link.record(join, side);
+    rig.link.wait(reader.stream, join);
+    reader.read(*blocks.all[2]);
+    reader.end();
+    reader.replay(reader.stream);
+    rig.sim.drain();
+    EXPECT_EQ(*onSide, pattern(0, kBytes));
+    EXPECT_EQ(*reader.seen[0], pattern(1, kBytes));
+    EXPECT_EQ(*reader.seen[1], pattern(2, kBytes));
+    rig.link.destroyEvent(fork);
+    rig.link.destroyEvent(join);
+  }
+}
+
+TEST(CapturedFetches, MemoryThatAnotherStreamReadsIsNotUsedAgain) {
+  GraphRig rig(graphOptions(0, kPiece));
+  Blocks blocks(rig, 2);
+  Reader reader(rig);
+  rig.link.begin(reader.stream);
+  reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+  rig.cache.fetch(*blocks.all[0], {0, kBytes}, reader.stream)
+      .alsoUsedOn(rig.sim.createStream(0)); // nothing orders that with a replay
+  reader.read(*blocks.all[1]);
+  reader.end();
+  EXPECT_EQ(reader.fetches->staging().bytes(), 2 * kPiece);
+  reader.replay(reader.stream);
+  rig.sim.drain();
+  EXPECT_EQ(*reader.seen[0], pattern(1, kBytes));
+}
+
+TEST(CapturedFetches, PartsOfABlockKeepTheirAlignment) {
+  GraphRig rig(graphOptions());
+  const auto block = rig.newBlock(pattern(1, kBytes));
+  Reader reader(rig);
+  rig.link.begin(reader.stream);
+  reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+  {
+    const Pin part = rig.cache.fetch(*block, {100, 300}, reader.stream);
+    const auto remainder = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % kAlignment; };
+    EXPECT_EQ(remainder(part.data()), remainder(static_cast<std::byte*>(block->data) + 100));
+    EXPECT_FALSE(rig.cache.fetch(*block, {100, 100}, reader.stream));
+    EXPECT_THROW(rig.cache.fetch(*block, {0, kBytes + 1}, reader.stream), Error);
+    EXPECT_FALSE(rig.cache.fetchAhead(*block, {0, kBytes}, reader.stream));
+    reader.readFrom(part.data(), 200);
+  }
+  reader.end();
+  reader.replay(reader.stream);
+  rig.sim.drain();
+  const Bytes all = pattern(1, kBytes);
+  EXPECT_EQ(*reader.seen[0], Bytes(all.begin() + 100, all.begin() + 300));
+}
+
+TEST(CapturedFetches, WhatCanNotBeCapturedIsRefused) {
+  CoreOptions options = graphOptions();
+  GraphRig rig(options);
+  const auto block = rig.newBlock(pattern(1, kBytes));
+  const auto pageable = rig.newBlock(kBytes, Born::Host, false);
+  const Stream stream = rig.sim.createStream(0);
+  EXPECT_THROW(rig.cache.beginCapture(stream, [](Block&) { return nullptr; }), Error);
+  rig.link.begin(stream);
+  EXPECT_THROW(rig.cache.fetch(*block, {0, kBytes}, stream), Error) << "nobody has told of it";
+  auto fetches = rig.cache.beginCapture(stream, [](Block&) { return nullptr; });
+  EXPECT_THROW(rig.cache.fetch(*pageable, {0, kBytes}, stream), Error);
+  EXPECT_THROW(rig.cache.store(*block, {0, kBytes}, nullptr, stream), Error);
+  EXPECT_THROW(rig.cache.beginReplay(*fetches, stream), Error);
+  rig.cache.fetch(*block, {0, kBytes}, stream);
+  fetches = nullptr;
+  EXPECT_THROW(rig.cache.fetch(*block, {0, kBytes}, stream), Error) << "nobody keeps it any more";
+  rig.link.end();
+  rig.sim.drain();
+}
+
+TEST(CapturedFetches, NoMemoryForTheCopiesIsTold) {
+  CoreOptions options = graphOptions(0, 1 << 14);
+  options.sim.deviceBytes = 1 << 14;
+  GraphRig rig(options);
+  Blocks blocks(rig, 20);
+  Reader reader(rig);
+  std::vector<Pin> pins;
+  rig.link.begin(reader.stream);
+  reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+  EXPECT_THROW(
+      for (Block* block
+           : blocks.all) pins.push_back(rig.cache.fetch(*block, {0, kBytes}, reader.stream)),
+      OutOfMemory);
+  pins.clear();
+  reader.end();
+  reader.fetches = nullptr;
+  EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
+  const Pin pin = rig.cache.fetch(*blocks.all[0], {0, kBytes}, reader.stream);
+  const auto seen = rig.readOnDevice(reader.stream, pin.data(), kBytes);
+  rig.sim.drain();
+  EXPECT_EQ(*seen, pattern(0, kBytes));
+}
+
+TEST(CapturedFetches, AfterTheEndNothingTouchesTheDevice) {
+  GraphRig rig(graphOptions());
+  const auto block = rig.newBlock(pattern(1, kBytes));
+  Reader reader(rig);
+  reader.capture({block.get()});
+  const std::size_t used = rig.sim.bytesInUse(0);
+  rig.cache.drain(true);
+  reader.fetches = nullptr;
+  EXPECT_EQ(rig.sim.bytesInUse(0), used);
+  rig.lost = true;
+}
+
+} // namespace
+} // namespace offload
