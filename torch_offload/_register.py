@@ -18,6 +18,7 @@ def register(extension: ModuleType) -> None:
         _backward,
         _dlpack,
         _functions,
+        _graphs,
         _guest,
         _init,
         _jiterator,
@@ -52,6 +53,7 @@ def register(extension: ModuleType) -> None:
     _names.register()
     _functions.register()
     _init.register()
+    _graphs.register()
     _jiterator.register()
     _dlpack.register()
     _library.register()

@@ -110,5 +110,5 @@ def default_stream(device: Device = None) -> torch.Stream:
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the stream that computes, where operations on offload tensors are refused."""
+    """Whether a CUDA graph is being captured on the stream that computes, which fetches of offload tensors become part of."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

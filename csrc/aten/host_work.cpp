@@ -1,5 +1,6 @@
 #include "aten/host_work.h"
 
+#include "aten/captured_graph.h"
 #include "aten/tensors.h"
 
 #include <ATen/Parallel.h>
@@ -63,6 +64,7 @@ class FloatMode {
 
 void doOnHost(const std::vector<HostOperand>& operands, std::function<void()> work) {
   Context& context = Context::get();
+  if (!operands.empty()) refuseHostWorkInCapture(operands.front().tensor.device().index());
   const auto claims = claimsOf(operands);
   if (!context.hasCache()) {
     std::vector<HostLease> leases;

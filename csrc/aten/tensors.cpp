@@ -1,5 +1,7 @@
 #include "aten/tensors.h"
 
+#include "aten/captured_graph.h"
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/TensorBody.h>
 
@@ -136,7 +138,9 @@ void resizeStorage(c10::StorageImpl& storage, std::size_t bytes) {
 
 HostLease leaseOf(const at::Tensor& offload, Access access) {
   const auto& storage = offload.storage();
-  return storage.nbytes() > 0 ? Context::get().lease(blockOf(storage), access) : HostLease();
+  if (storage.nbytes() == 0) return {};
+  if (access == Access::Write) refuseHostWorkInCapture(offload.device().index());
+  return Context::get().lease(blockOf(storage), access);
 }
 
 c10::Allocator* offloadAllocator() {

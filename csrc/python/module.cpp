@@ -19,6 +19,7 @@
 #include "core/memory_limits.h"
 #include "python/elementwise.h"
 #include "python/file_bindings.h"
+#include "python/graphs.h"
 #include "python/purposes.h"
 #include "python/saved_tensors.h"
 #include "python/snapshot.h"
@@ -241,6 +242,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("ring_bytes", [] { return context().hasCache() ? context().residency().ringBytes() : 0; });
   bindFiles(m);
   bindSavedTensors(m);
+  bindGraphs(m);
   m.def("set_work_on_device", &setWorkOnDevice);
   m.def("may_work_on_device", &mayWorkOnDevice);
   m.def("set_ring_bytes", [](std::size_t bytes) {

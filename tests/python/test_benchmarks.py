@@ -20,6 +20,7 @@ NAMES = [
     "compile",
     "exactness",
     "forward",
+    "graphs",
     "load",
     "memory",
     "optimizer",

@@ -1,0 +1,83 @@
+"""A decode step in a CUDA graph: one token through blocks so small that their launches take longer than their work.
+
+Weights on CUDA, and on offload with all of them in the cache and with none; called, and replayed from a graph of
+``torch.cuda.graph``. A replay copies every weight, whatever the cache holds; its bound is the resident graph, or its bytes
+over the link where that is longer. Results are compared bit for bit with the resident ones.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blocks import Shape, copied_to, make_blocks, make_input, parameter_bytes
+from harness import Step, arguments, compute_device, equal, link_rates, measure, ms, print_table, write_record
+
+import torch_offload
+
+SHAPES = {
+    "256 features": Shape(hidden=256, feed_forward=704, heads=4, kv_heads=4),
+    "1,024 features": Shape(hidden=1024, feed_forward=2816, heads=8, kv_heads=8),
+}
+BUDGETS: dict[str, str | int] = {"in the cache": "auto", "streamed": 0}  # of what is called
+
+
+def captured(model: nn.Module, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(3):
+        model(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = model(x)
+    return graph, y
+
+
+def called(model: nn.Module, x: Tensor, budget: str | int) -> Step:
+    def step() -> None:
+        torch_offload.set_budget(budget)
+        model(x)
+
+    return step
+
+
+@torch.no_grad()
+def decode(shape: Shape, count: int, rounds: int, rate: float, device: torch.device) -> list[dict]:
+    resident = make_blocks(count, shape, torch.bfloat16, device)
+    offloaded = copied_to(resident, "offload")
+    x = make_input(1, shape, torch.bfloat16, device)
+    variants = {"resident": lambda: resident(x)}
+    variants |= {f"offload, {name}": called(offloaded, x, budget) for name, budget in BUDGETS.items()}
+    same = equal(offloaded(x), resident(x))
+    if device.type == "cuda":
+        (plain, expected), (graph, y) = captured(resident, x), captured(offloaded, x)
+        plain.replay()
+        graph.replay()
+        same = same and equal(y, expected)
+        variants |= {"resident, a graph": plain.replay, "offload, a graph": graph.replay}
+    timed = measure(variants, rounds)
+    torch_offload.set_budget("auto")
+    need = parameter_bytes(offloaded) / rate
+    bound = max(need, timed.get("resident, a graph", timed["resident"]).median)
+    rows = [[name, ms(time.median), f"{bound / time.median:.3f}"] for name, time in timed.items()]
+    print(
+        f"\n{count} blocks, {parameter_bytes(offloaded) / 1e6:.0f} MB, the link needs {ms(need)} ms; same bits: {same}"
+    )
+    print_table(["one token", "median ms", "bound / it"], rows)
+    return [{"variant": name, "median": time.median, "bound": bound, "same": same} for name, time in timed.items()]
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=20).parse_args()
+    device = compute_device(options.tiny)
+    rates = link_rates(options.tiny)
+    print(rates)
+    count, rounds = (2, 2) if options.tiny else (24, options.rounds)
+    record = {name: decode(shape, count, rounds, rates.down, device) for name, shape in SHAPES.items()}
+    write_record("graphs", record)
+
+
+if __name__ == "__main__":
+    main()

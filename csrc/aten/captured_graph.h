@@ -1,0 +1,31 @@
+// The fetches of one CUDA graph of PyTorch's: Note [Captured fetches].
+#pragma once
+
+#include "aten/context.h"
+
+namespace offload {
+
+/// Follows one torch.cuda.CUDAGraph of a device.
+class CapturedGraph {
+ public:
+  /// Of the capture that has just begun on the device's current stream.
+  explicit CapturedGraph(c10::DeviceIndex device);
+
+  /// Called when the capture is about to end.
+  void end();
+  /// How many tensors' memory its replays read; the number that a graph without offload tensors has is 0.
+  std::size_t tensors() const;
+  /// Around a replay on the current stream.
+  void beginReplay();
+  void endReplay();
+
+ private:
+  const c10::DeviceIndex device_;
+  const std::shared_ptr<CapturedFetches> fetches_;
+  Stream replaysOn_;
+};
+
+/// Throws where a graph is being captured on the current stream of the device `index`: work of the host is no part of one.
+void refuseHostWorkInCapture(c10::DeviceIndex index);
+
+} // namespace offload

@@ -1,0 +1,25 @@
+#include "python/graphs.h"
+
+#include "aten/captured_graph.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+namespace offload {
+
+void bindGraphs(py::module_& m) {
+  py::class_<CapturedGraph>(m, "CapturedGraph")
+      .def(py::init<c10::DeviceIndex>(), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("tensors", &CapturedGraph::tensors)
+      .def("end", torch::wrap_pybind_function_no_gil(&CapturedGraph::end))
+      .def("begin_replay", torch::wrap_pybind_function_no_gil(&CapturedGraph::beginReplay))
+      .def("end_replay", torch::wrap_pybind_function_no_gil(&CapturedGraph::endReplay));
+  m.def("captures_graphs", [] {
+    const Context* now = Context::ifCreated();
+    return now != nullptr && now->backend() == Backend::Cuda;
+  });
+}
+
+} // namespace offload
