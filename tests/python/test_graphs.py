@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from compiling import fresh_compiler  # noqa: F401 - a fixture for all tests
 from helpers import COMPUTE, OFFLOAD, assert_same, at, data, layers
 from torch import nn
 
@@ -98,6 +99,7 @@ def test_optimizer_steps_between_replays(where):
         assert_same(y.clone(), forward(x))
 
 
+@pytest.mark.memcheck
 def test_make_graphed_callables():
     _, model, plain = pair()
     x = data(3, WIDTH)
@@ -105,6 +107,19 @@ def test_make_graphed_callables():
     for k in range(4):
         x = data(3, WIDTH, seed=k)
         assert_same(graphed(x).clone(), plain(x))
+
+
+@torch.no_grad()
+def test_a_compiled_model():
+    _, model, _ = pair()
+    step = torch.compile(model, fullgraph=True)
+    x = data(3, WIDTH)
+    graph, y = captured(step, x)
+    for k in range(3):
+        x.copy_(data(3, WIDTH, seed=k))
+        model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
+        graph.replay()
+        assert_same(y.clone(), step(x))
 
 
 class LoRA(nn.Module):
