@@ -1,7 +1,8 @@
 """CUDA graphs with fetches of offload tensors: ``torch.cuda.CUDAGraph`` tells of its captures and of its replays.
 
 A graph copies from host memory as a kernel of it reads it, behind PyTorch's back; what comes before a replay, and after it, is
-arranged here. All that captures goes by this class: ``torch.cuda.graph``, ``make_graphed_callables``, ``torch.compile``.
+arranged here. The methods of the C++ class beneath are followed, which ``torch.cuda.graph``, ``make_graphed_callables`` and
+``torch.compile`` all end in; so what PyTorch, or a hook, does around a launch is not taken for part of it.
 """
 
 import functools
@@ -15,30 +16,39 @@ from torch_offload import _C
 _FETCHES = "_offload_fetches"
 
 
+def _fetches(graph: Any) -> Any:
+    return getattr(graph, "__dict__", {}).get(_FETCHES)
+
+
 def _begins(capture_begin: Callable[..., None], capture_end: Callable[[Any], None]) -> Callable[..., None]:
     @functools.wraps(capture_begin)
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         capture_begin(self, *args, **kwargs)
-        self.__dict__.pop(_FETCHES, None)
-        if _C.captures_graphs():
-            try:
-                self.__dict__[_FETCHES] = _C.CapturedGraph(torch.cuda.current_device())
-            except BaseException:
-                capture_end(self)
-                raise
+        try:
+            if hasattr(self, "__dict__"):  # else the first fetch is refused
+                self.__dict__.pop(_FETCHES, None)
+                if _C.captures_graphs():
+                    self.__dict__[_FETCHES] = _C.CapturedGraph(torch.cuda.current_device())
+        except BaseException:
+            capture_end(self)
+            raise
 
     return begin
 
 
 def _ends(capture_end: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A graph whose end has failed may succeed in a second try: what it has captured stays."""
+
     @functools.wraps(capture_end)
     def end(self: Any) -> None:
-        fetches = self.__dict__.pop(_FETCHES, None)
-        if fetches is not None:
-            fetches.end()
-        capture_end(self)
-        if fetches is not None and fetches.tensors:
-            self.__dict__[_FETCHES] = fetches
+        fetches = _fetches(self)
+        try:
+            if fetches is not None:
+                fetches.end()
+        finally:
+            capture_end(self)
+        if fetches is not None and not fetches.tensors:
+            self.__dict__.pop(_FETCHES, None)
 
     return end
 
@@ -46,14 +56,11 @@ def _ends(capture_end: Callable[[Any], None]) -> Callable[[Any], None]:
 def _replays(replay: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(replay)
     def launch(self: Any) -> None:
-        fetches = self.__dict__.get(_FETCHES)
+        fetches = _fetches(self)
         if fetches is None:
-            return replay(self)
-        fetches.begin_replay()
-        try:
             replay(self)
-        finally:
-            fetches.end_replay()
+        else:
+            fetches.replay(functools.partial(replay, self))
 
     return launch
 
@@ -62,15 +69,22 @@ def _resets(reset: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(reset)
     def forget(self: Any) -> None:
         reset(self)
-        self.__dict__.pop(_FETCHES, None)
+        getattr(self, "__dict__", {}).pop(_FETCHES, None)
 
     return forget
 
 
-def register() -> None:
-    """Follows every graph from now on."""
-    graph = torch.cuda.CUDAGraph
+def follow(graph: Any) -> None:
+    """Follows every instance of such a class from now on."""
     graph.capture_begin = _begins(graph.capture_begin, graph.capture_end)
-    graph.capture_end = _ends(graph.capture_end)
+    for name in ("capture_end", "capture_end_pre"):  # PyTorch 2.15 ends a capture in two steps
+        if hasattr(graph, name):
+            setattr(graph, name, _ends(getattr(graph, name)))
     graph.replay = _replays(graph.replay)
     graph.reset = _resets(graph.reset)
+
+
+def register() -> None:
+    """Follows every graph from now on; a PyTorch without CUDA has none."""
+    if torch.version.cuda:
+        follow(torch._C._CUDAGraph)

@@ -15,18 +15,19 @@ std::size_t CapturedGraph::tensors() const {
   return fetches_->blocks().size();
 }
 
-void CapturedGraph::beginReplay() {
-  replaysOn_ = Context::get().currentStream(device_);
-  Context::get().residency().beginReplay(*fetches_, replaysOn_);
+CapturedGraph::Replay::Replay(const CapturedGraph& graph)
+    : fetches_(*graph.fetches_), stream_(Context::get().currentStream(graph.device_)) {
+  Context::get().residency().beginReplay(fetches_, stream_);
 }
 
-void CapturedGraph::endReplay() {
-  Context::get().residency().endReplay(*fetches_, replaysOn_);
+CapturedGraph::Replay::~Replay() {
+  Context::get().residency().endReplay(fetches_, stream_);
 }
 
-void refuseHostWorkInCapture(c10::DeviceIndex index) {
+void refuseHostAccessInCapture(c10::DeviceIndex index) {
   const Context& context = Context::get();
-  if (context.hasCache()) context.residency().refuseCapture(context.currentStream(index), "work on the host");
+  if (context.hasCache())
+    context.residency().refuseCapture(context.currentStream(index), "read or write offload tensors on the host");
 }
 
 } // namespace offload

@@ -15,17 +15,26 @@ class CapturedGraph {
   void end();
   /// How many tensors' memory its replays read; the number that a graph without offload tensors has is 0.
   std::size_t tensors() const;
-  /// Around a replay on the current stream.
-  void beginReplay();
-  void endReplay();
+
+  /// Lives while a replay is launched on the current stream.
+  class Replay {
+   public:
+    explicit Replay(const CapturedGraph& graph);
+    ~Replay();
+    Replay(const Replay&) = delete;
+    Replay& operator=(const Replay&) = delete;
+
+   private:
+    const CapturedFetches& fetches_;
+    const Stream stream_;
+  };
 
  private:
   const c10::DeviceIndex device_;
   const std::shared_ptr<CapturedFetches> fetches_;
-  Stream replaysOn_;
 };
 
-/// Throws where a graph is being captured on the current stream of the device `index`: work of the host is no part of one.
-void refuseHostWorkInCapture(c10::DeviceIndex index);
+/// Throws where a graph is being captured on the current stream of the device `index`: nothing on the host is part of one.
+void refuseHostAccessInCapture(c10::DeviceIndex index);
 
 } // namespace offload

@@ -64,7 +64,7 @@ class FloatMode {
 
 void doOnHost(const std::vector<HostOperand>& operands, std::function<void()> work) {
   Context& context = Context::get();
-  if (!operands.empty()) refuseHostWorkInCapture(operands.front().tensor.device().index());
+  if (!operands.empty()) refuseHostAccessInCapture(operands.front().tensor.device().index());
   const auto claims = claimsOf(operands);
   if (!context.hasCache()) {
     std::vector<HostLease> leases;

@@ -139,7 +139,7 @@ void resizeStorage(c10::StorageImpl& storage, std::size_t bytes) {
 HostLease leaseOf(const at::Tensor& offload, Access access) {
   const auto& storage = offload.storage();
   if (storage.nbytes() == 0) return {};
-  if (access == Access::Write) refuseHostWorkInCapture(offload.device().index());
+  refuseHostAccessInCapture(offload.device().index());
   return Context::get().lease(blockOf(storage), access);
 }
 

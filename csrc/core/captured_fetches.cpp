@@ -19,13 +19,16 @@ CapturedFetches::CapturedFetches(
   try {
     begin_ = recordOn(origin);
   } catch (...) {
-    link_.destroyStream(copies_);
+    destroy();
     throw;
   }
 }
 
 CapturedFetches::~CapturedFetches() {
-  if (staging_->closed()) return;
+  if (!staging_->closed()) destroy();
+}
+
+void CapturedFetches::destroy() noexcept {
   for (Event event : events_) link_.destroyEvent(event);
   link_.destroyStream(copies_);
 }
@@ -70,39 +73,65 @@ void CapturedFetches::copy(Block& block, const Slot& slot, Stream stream) {
       kept_[&block] = keep_(block);
       blocks_.push_back(&block);
     }
-    if (auto uses = after_.extract(static_cast<const Staging::Buffer*>(slot.buffer.owner.get()))) {
-      after.insert(after.end(), uses.mapped().begin(), uses.mapped().end());
-    }
+    const auto uses = after_.find(static_cast<const Staging::Buffer*>(slot.buffer.owner.get()));
+    if (uses != after_.end()) after.insert(after.end(), uses->second.begin(), uses->second.end());
   }
   for (Event event : after) link_.wait(copies_, event);
+  {
+    const std::lock_guard lock(mutex_);
+    after_.erase(static_cast<const Staging::Buffer*>(slot.buffer.owner.get()));
+  }
+  try {
+    captureCopy(slot);
+    link_.wait(stream, recordOn(copies_));
+  } catch (...) {
+    join(stream);
+    throw;
+  }
+}
+
+void CapturedFetches::captureCopy(const Slot& slot) {
   if (options_.copyDelay.count() > 0) {
     link_.launchHost([delay = options_.copyDelay] { std::this_thread::sleep_for(delay); }, copies_);
   }
   if (options_.poison) link_.fill(slot.buffer.data, 0xFF, slot.buffer.bytes, copies_);
   link_.copyToDevice(slot.data, slot.host, slot.extent.bytes(), copies_);
-  link_.wait(stream, recordOn(copies_));
+}
+
+// A capture that ends with a stream that was not joined is an error of its own, which would hide the first.
+void CapturedFetches::join(Stream stream) noexcept {
+  try {
+    link_.wait(stream, recordOn(copies_));
+  } catch (...) {
+    // Then it is told in place of the first.
+  }
 }
 
 void CapturedFetches::release(Slot& slot, const std::vector<Stream>& streams) noexcept {
   auto buffer = std::static_pointer_cast<Staging::Buffer>(std::exchange(slot.buffer, {}).owner);
   if (!buffer || staging_->closed()) return;
   Free free{buffer, {}};
-  try {
-    bool within = true;
-    for (Stream stream : streams) {
-      if (link_.captureOf(stream) == id_) {
+  bool within = true;
+  for (Stream stream : streams) {
+    try {
+      const std::uint64_t capture = link_.captureOf(stream);
+      if (capture == id_) {
         free.after.push_back(recordOn(stream));
       } else {
-        staging_->addUse(tokens_.defer(stream));
+        staging_->addUse(capture == 0 ? tokens_.record(stream) : tokens_.defer(stream));
         within = false;
       }
+    } catch (...) {
+      staging_->addUse(tokens_.defer(stream));
+      within = false;
     }
-    if (!within) return;
-  } catch (...) {
-    return;
   }
+  if (!within) return;
   // What somebody held longer than the capture, another graph may have been given to read: a backward pass, say. It stays taken.
   const std::lock_guard lock(mutex_);
+  if (auto earlier = after_.extract(buffer.get())) { // which no copy has waited for, as it has failed
+    free.after.insert(free.after.end(), earlier.mapped().begin(), earlier.mapped().end());
+  }
   if (!ended_) free_.push_back(std::move(free));
 }
 

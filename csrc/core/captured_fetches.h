@@ -69,7 +69,10 @@ class CapturedFetches : public std::enable_shared_from_this<CapturedFetches> {
     std::vector<Event> after; // its last uses in this graph
   };
 
+  void destroy() noexcept;
   Event recordOn(Stream stream);
+  void captureCopy(const Slot& slot);
+  void join(Stream stream) noexcept;
 
   Link& link_;
   EventPool& tokens_;

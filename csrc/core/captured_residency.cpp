@@ -42,9 +42,10 @@ Pin Residency::fetchCaptured(Block& block, Extent extent, Stream stream, std::ui
   }
   if (!graph) {
     throw Error(
-        "offload: can't fetch while a CUDA graph is being captured that is no torch.cuda.CUDAGraph: nobody would tell when it "
-        "is "
-        "replayed. Use torch.cuda.graph() or torch.cuda.make_graphed_callables().");
+        "offload: can't fetch while a CUDA graph is being captured of whose replays nobody would tell. Use torch.cuda.graph() "
+        "or "
+        "torch.cuda.make_graphed_callables(), make the first offload tensor before, and fetch none in the body of a "
+        "conditional node.");
   }
   if (extent.bytes() == 0) return {};
   requireWithin(block, extent);
@@ -84,14 +85,17 @@ void Residency::beginReplay(const CapturedFetches& graph, Stream stream) {
     throw Error(
         "offload: a CUDA graph that fetches offload tensors can't be replayed into another one that is being captured.");
   }
-  std::vector<Token> before = graph.staging().uses();
-  {
+  std::vector<Token> before;
+  graph.staging().beginTurn();
+  try {
+    before = graph.staging().uses();
     Lock lock(mutex_);
     sendAllHome(lock, graph.blocks(), false);
-    for (Block* block : graph.blocks()) {
-      block->writers.appendTo(before);
-      ++block->issuing;
-    }
+    for (const Block* block : graph.blocks()) block->writers.appendTo(before);
+    for (Block* block : graph.blocks()) ++block->issuing;
+  } catch (...) {
+    graph.staging().endTurn();
+    throw;
   }
   try {
     for (const Token& token : before) token.orderBefore(stream);
@@ -112,6 +116,7 @@ void Residency::endReplay(const CapturedFetches& graph, Stream stream) {
     }
   }
   issued_.notify_all();
+  graph.staging().endTurn();
 }
 
 } // namespace offload

@@ -19,7 +19,7 @@
 // A Slot is on one of two accounts. What passes is charged to the ring, and leaves it in the order in which it came. What the
 // Schedule wants to stay, and what is newer than the host's bytes (Dirty), is charged to the budget. Slots that nothing pins are
 // found again until their bytes are wanted. A fetch never waits for a Pin: where all of the ring is pinned it takes more memory, so
-// device bytes stay within budget + max(ring, twice the fetch at hand) + what is pinned. Memory that is given up is reused in
+// device bytes stay within budget + max(ring, twice the fetch at hand) + what is pinned, and what graphs have (staging.h). Memory that is given up is reused in
 // stream order, without the host. An automatic budget follows what is free: it is looked at when a pass of the Schedule ends and
 // when much has been added; in between PyTorch's allocator asks for memory back by relieve().
 //
@@ -138,7 +138,7 @@ class Residency {
   /// Throws Error where `stream` is being captured.
   void refuseCapture(Stream stream, const char* what);
 
-  /// See HostLease. The only call here that may wait, but for writes to a Shared Block, and for a store that is the first write to bytes
+  /// See HostLease. The only call here that may wait, but for beginReplay(), writes to a Shared Block, and for a store that is the first write to bytes
   /// of a file.
   HostLease lease(Block& block, Access access);
 

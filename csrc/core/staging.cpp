@@ -1,14 +1,17 @@
 #include "core/staging.h"
 
+#include "core/host_wait.h"
+
 #include <utility>
 
 namespace offload {
 
 Staging::Buffer::~Buffer() {
-  staging->free(*this);
+  staging->free({data, bytes});
 }
 
 Staging::BufferPtr Staging::add(void* data, std::size_t bytes) {
+  freeRefused();
   auto buffer = std::make_shared<Buffer>(shared_from_this(), data, bytes);
   Token allocated = events_.record(home_);
   const std::lock_guard lock(mutex_);
@@ -52,6 +55,22 @@ std::size_t Staging::bytes() const {
   return bytes_;
 }
 
+void Staging::beginTurn() {
+  hostWait([this] {
+    std::unique_lock lock(mutex_);
+    turn_.wait(lock, [this] { return !launching_; });
+    launching_ = true;
+  });
+}
+
+void Staging::endTurn() {
+  {
+    const std::lock_guard lock(mutex_);
+    launching_ = false;
+  }
+  turn_.notify_one();
+}
+
 void Staging::close() noexcept {
   const std::lock_guard lock(mutex_);
   closed_ = true;
@@ -62,21 +81,40 @@ bool Staging::closed() const noexcept {
   return closed_;
 }
 
-void Staging::free(Buffer& buffer) noexcept {
+void Staging::free(Memory memory) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(buffers_, [](const auto& weak) { return weak.expired(); });
+    refused_.push_back(memory);
+  }
+  freeRefused();
+}
+
+// What a use that is not known to be done was on may be being captured: then no event may be recorded there, and it is for later.
+void Staging::freeRefused() noexcept {
+  std::vector<Memory> memory;
   std::vector<Token> after;
   {
     const std::lock_guard lock(mutex_);
-    bytes_ -= buffer.bytes;
-    std::erase_if(buffers_, [](const auto& weak) { return weak.expired(); });
     if (closed_) return;
+    memory.swap(refused_);
     after = uses_.all();
   }
+  if (memory.empty()) return;
+  std::size_t freed = 0;
   try {
     for (const Token& token : after) token.orderBefore(home_);
+    for (const auto& [data, bytes] : memory) {
+      link_.free(data, home_);
+      freed += bytes;
+    }
+    memory.clear();
   } catch (...) {
-    return; // kept: nobody may use it without that order
+    // It waits.
   }
-  link_.free(buffer.data, home_);
+  const std::lock_guard lock(mutex_);
+  bytes_ -= freed;
+  refused_.insert(refused_.end(), memory.begin(), memory.end());
 }
 
 } // namespace offload

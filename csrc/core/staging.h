@@ -3,6 +3,7 @@
 
 #include "core/token.h"
 
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -49,18 +50,31 @@ class Staging : public std::enable_shared_from_this<Staging> {
   }
   std::size_t bytes() const;
 
+  /// One replay at a time is launched: from uses() to addUse(). Waits for the others', without the GIL.
+  void beginTurn();
+  void endTurn();
+
   /// From now on nothing touches the device: what is left goes with the process.
   void close() noexcept;
   bool closed() const noexcept;
 
  private:
-  void free(Buffer& buffer) noexcept;
+  struct Memory {
+    void* data;
+    std::size_t bytes;
+  };
+
+  void free(Memory memory) noexcept;
+  void freeRefused() noexcept;
 
   Link& link_;
   EventPool& events_;
   const Stream home_;
   mutable std::mutex mutex_;
+  std::condition_variable turn_;
+  bool launching_ = false;
   std::vector<std::weak_ptr<Buffer>> buffers_;
+  std::vector<Memory> refused_; // to be freed, as soon as that can be ordered after its uses
   std::size_t bytes_ = 0;
   TokenSet uses_;
   bool closed_ = false;

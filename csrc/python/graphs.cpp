@@ -9,13 +9,24 @@ namespace py = pybind11;
 
 namespace offload {
 
+namespace {
+
+// One call, so that nothing of Python's can come between and leave a replay begun.
+void replay(const CapturedGraph& graph, const py::object& launch) {
+  const py::gil_scoped_release others;
+  const CapturedGraph::Replay ordered(graph);
+  const py::gil_scoped_acquire mine;
+  launch();
+}
+
+} // namespace
+
 void bindGraphs(py::module_& m) {
   py::class_<CapturedGraph>(m, "CapturedGraph")
       .def(py::init<c10::DeviceIndex>(), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("tensors", &CapturedGraph::tensors)
       .def("end", torch::wrap_pybind_function_no_gil(&CapturedGraph::end))
-      .def("begin_replay", torch::wrap_pybind_function_no_gil(&CapturedGraph::beginReplay))
-      .def("end_replay", torch::wrap_pybind_function_no_gil(&CapturedGraph::endReplay));
+      .def("replay", &replay, py::arg("launch"));
   m.def("captures_graphs", [] {
     const Context* now = Context::ifCreated();
     return now != nullptr && now->backend() == Backend::Cuda;

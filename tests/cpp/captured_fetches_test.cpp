@@ -1,6 +1,8 @@
 // Note [Captured fetches]: graphs whose copies from the host are captured, and replayed while the host writes.
-#include "core_rig.h"
-#include "graph_link.h"
+#include <atomic>
+#include <thread>
+
+#include "graph_rig.h"
 
 namespace offload {
 namespace {
@@ -10,9 +12,6 @@ using namespace core_test;
 constexpr std::size_t kBytes = 1000;
 constexpr std::size_t kPiece = kBytes + kAlignment; // of Staging
 
-using GraphRig = BasicRig<GraphLink>;
-using GraphPtr = std::shared_ptr<GraphLink::Graph>;
-
 CoreOptions graphOptions(std::uint64_t seed = 0, std::size_t ringBytes = 1 << 20) {
   CoreOptions options;
   options.sim.seed = seed;
@@ -20,45 +19,6 @@ CoreOptions graphOptions(std::uint64_t seed = 0, std::size_t ringBytes = 1 << 20
   options.cache.poison = true;
   return options;
 }
-
-/// A graph that reads Blocks one after the other, and what it saw last.
-struct Reader {
-  explicit Reader(GraphRig& over) : rig(over) {}
-
-  void capture(const std::vector<Block*>& blocks) {
-    rig.link.begin(stream);
-    fetches = rig.cache.beginCapture(stream, [this](Block& block) {
-      ++kept[&block];
-      return std::shared_ptr<void>(&block, [this](void* gone) { --kept[static_cast<Block*>(gone)]; });
-    });
-    for (Block* block : blocks) read(*block);
-    end();
-  }
-  void read(Block& block) {
-    const Pin pin = rig.cache.fetch(block, {0, block.bytes}, stream);
-    readFrom(pin.data(), block.bytes);
-  }
-  void readFrom(const void* data, std::size_t bytes) {
-    seen.push_back(std::make_shared<Bytes>(bytes));
-    rig.link.launch(stream, [to = seen.back(), data, bytes] { std::memcpy(to->data(), data, bytes); }, {{data, bytes}}, {});
-  }
-  void end() {
-    rig.cache.endCapture(*fetches);
-    graph = rig.link.end();
-  }
-  void replay(Stream on) {
-    rig.cache.beginReplay(*fetches, on);
-    const std::shared_ptr<void> ends(this, [this, on](void*) { rig.cache.endReplay(*fetches, on); });
-    rig.link.replay(*graph, on);
-  }
-
-  GraphRig& rig;
-  Stream stream = rig.sim.createStream(0);
-  std::map<Block*, int> kept;
-  std::vector<std::shared_ptr<Bytes>> seen;
-  std::shared_ptr<CapturedFetches> fetches;
-  GraphPtr graph;
-};
 
 struct Blocks {
   Blocks(GraphRig& rig, int count) {
@@ -149,8 +109,7 @@ TEST(CapturedFetches, WhatAPinHoldsIsNotUsedAgain) {
   GraphRig rig(graphOptions(0, kPiece));
   Blocks blocks(rig, 4);
   Reader reader(rig);
-  reader.rig.link.begin(reader.stream);
-  reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+  reader.begin();
   Pin held = rig.cache.fetch(*blocks.all[0], {0, kBytes}, reader.stream);
   void* const address = held.data();
   for (int k = 1; k < 4; ++k) reader.read(*blocks.all[k]);
@@ -207,6 +166,30 @@ TEST(CapturedFetches, WhatIsNewerOnTheDeviceGoesHomeFirst) {
   }
 }
 
+// Each comes behind all that the others have told of.
+TEST(CapturedFetches, OneThreadLaunchesAtATime) {
+  GraphRig rig(graphOptions());
+  Blocks blocks(rig, 2);
+  Reader first(rig);
+  Reader second(rig);
+  first.capture({blocks.all[0]});
+  second.capture({blocks.all[1]});
+  std::atomic<bool> launching = false;
+  const auto launch = [&](Reader& reader) {
+    for (int round = 0; round < 200; ++round) {
+      rig.cache.beginReplay(*reader.fetches, reader.stream);
+      EXPECT_FALSE(launching.exchange(true));
+      std::this_thread::yield();
+      launching = false;
+      rig.cache.endReplay(*reader.fetches, reader.stream);
+    }
+  };
+  std::thread other([&] { launch(second); });
+  launch(first);
+  other.join();
+  rig.sim.drain();
+}
+
 TEST(CapturedFetches, WhatTheHostIsAboutToDoIsDoneFirst) {
   for (const auto when : {HostJobs::When::Soon, HostJobs::When::Wanted}) {
     CoreOptions options = graphOptions();
@@ -245,8 +228,7 @@ TEST(CapturedFetches, APinThatOutlivesItsGraphKeepsItsMemory) {
   GraphRig rig(graphOptions());
   const auto block = rig.newBlock(pattern(1, kBytes));
   Reader reader(rig);
-  rig.link.begin(reader.stream);
-  reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+  reader.begin();
   std::optional<Pin> pin = rig.cache.fetch(*block, {0, kBytes}, reader.stream);
   reader.end();
   reader.replay(reader.stream);
@@ -264,8 +246,7 @@ TEST(CapturedFetches, SideStreamsOfACapture) {
     Blocks blocks(rig, 3);
     Reader reader(rig);
     const Stream side = rig.sim.createStream(0);
-    rig.link.begin(reader.stream);
-    reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+    reader.begin();
     const Event fork = rig.link.createEvent(0);
     const Event join = rig.link.createEvent(0);
     auto onSide = std::make_shared<Bytes>(kBytes);
@@ -296,8 +277,7 @@ TEST(CapturedFetches, MemoryThatAnotherStreamReadsIsNotUsedAgain) {
   GraphRig rig(graphOptions(0, kPiece));
   Blocks blocks(rig, 2);
   Reader reader(rig);
-  rig.link.begin(reader.stream);
-  reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+  reader.begin();
   rig.cache.fetch(*blocks.all[0], {0, kBytes}, reader.stream)
       .alsoUsedOn(rig.sim.createStream(0)); // nothing orders that with a replay
   reader.read(*blocks.all[1]);
@@ -312,8 +292,7 @@ TEST(CapturedFetches, PartsOfABlockKeepTheirAlignment) {
   GraphRig rig(graphOptions());
   const auto block = rig.newBlock(pattern(1, kBytes));
   Reader reader(rig);
-  rig.link.begin(reader.stream);
-  reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+  reader.begin();
   {
     const Pin part = rig.cache.fetch(*block, {100, 300}, reader.stream);
     const auto remainder = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % kAlignment; };
@@ -357,8 +336,7 @@ TEST(CapturedFetches, NoMemoryForTheCopiesIsTold) {
   Blocks blocks(rig, 20);
   Reader reader(rig);
   std::vector<Pin> pins;
-  rig.link.begin(reader.stream);
-  reader.fetches = rig.cache.beginCapture(reader.stream, [](Block&) { return nullptr; });
+  reader.begin();
   EXPECT_THROW(
       for (Block* block
            : blocks.all) pins.push_back(rig.cache.fetch(*block, {0, kBytes}, reader.stream)),
@@ -371,6 +349,42 @@ TEST(CapturedFetches, NoMemoryForTheCopiesIsTold) {
   const auto seen = rig.readOnDevice(reader.stream, pin.data(), kBytes);
   rig.sim.drain();
   EXPECT_EQ(*seen, pattern(0, kBytes));
+}
+
+TEST(CapturedFetches, AnyCallMayFail) {
+  std::uint64_t failures = 1;
+  for (std::uint64_t n = 1; failures > 0; ++n) {
+    ASSERT_LT(n, 1000U);
+    SCOPED_TRACE("call " + std::to_string(n));
+    GraphRig rig(graphOptions(n, 2 * kPiece));
+    Blocks blocks(rig, 4);
+    Reader reader(rig);
+    rig.link.fail(n);
+    std::exception_ptr failure;
+    try {
+      reader.begin();
+      for (Block* block : blocks.all) reader.read(*block);
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+    reader.end();
+    if (!failure) {
+      try {
+        reader.replay(reader.stream);
+      } catch (const std::exception&) {
+        reader.replay(reader.stream);
+      }
+      rig.sim.drain();
+      for (int k = 0; k < 4; ++k) EXPECT_EQ(*reader.seen[k], pattern(k, kBytes));
+    }
+    failures = rig.link.failures();
+    rig.link.fail(0);
+    rig.write(*blocks.all[0], pattern(9, kBytes));
+    const Pin pin = rig.cache.fetch(*blocks.all[0], {0, kBytes}, reader.stream);
+    const auto seen = rig.readOnDevice(reader.stream, pin.data(), kBytes);
+    rig.sim.drain();
+    EXPECT_EQ(*seen, pattern(9, kBytes));
+  }
 }
 
 TEST(CapturedFetches, AfterTheEndNothingTouchesTheDevice) {

@@ -1,20 +1,12 @@
 // Random programs from seeds: see fuzz_program.h.
-//   OFFLOAD_FUZZ_SEEDS=n    how many programs, of each kind
-//   OFFLOAD_FUZZ_FIRST=n    the first one's seed
-#include <cstdlib>
-
 #include "fuzz_program.h"
+#include "fuzz_seeds.h"
 
 namespace offload {
 namespace {
 
 using namespace core_test;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr std::uint64_t kDefaultSeeds = 500;
-#else
-constexpr std::uint64_t kDefaultSeeds = 10'000;
-#endif
 /// Programs that once found a mistake.
 struct Regression {
   std::uint64_t seed;
@@ -30,11 +22,6 @@ constexpr Regression kRegressionSeeds[] = {
     {447, Kind::Shared}, // a write to shared memory that failed gave its source back before the producer was through with it
     {28, Kind::Failing}, // the host allocator lost what was pending when a token threw
 };
-
-std::uint64_t environmentNumber(const char* name, std::uint64_t otherwise) {
-  const char* const text = std::getenv(name);
-  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
-}
 
 const char* nameOf(Kind kind) {
   switch (kind) {
@@ -70,12 +57,11 @@ bool runs(std::uint64_t seed, Kind kind, Done* done = nullptr) {
   }
 }
 
-Done runSeeds(Kind kind, std::uint64_t seeds = kDefaultSeeds) {
-  const std::uint64_t first = environmentNumber("OFFLOAD_FUZZ_FIRST", 0);
-  const std::uint64_t count = environmentNumber("OFFLOAD_FUZZ_SEEDS", seeds);
+Done runSeeds(Kind kind, std::uint64_t count = kDefaultSeeds) {
+  const auto [first, end] = seeds(count);
   int failed = 0;
   Done done;
-  for (std::uint64_t seed = first; seed < first + count && failed < 5; ++seed) {
+  for (std::uint64_t seed = first; seed < end && failed < 5; ++seed) {
     failed += !runs(seed, kind, &done);
   }
   return done;

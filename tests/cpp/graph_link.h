@@ -72,11 +72,13 @@ class GraphLink : public FaultLink {
   }
 
   std::uint64_t captureOf(Stream stream) override {
+    mayFail(stream);
     return isCaptured(stream) ? id_ : 0;
   }
   void record(Event event, Stream stream) override {
     ofGraphs_.erase(event);
     if (!isCaptured(stream)) return FaultLink::record(event, stream);
+    mayFail(stream);
     current_->recorded[event] = current_->known[stream.handle];
     add([this, event, handle = stream.handle](Graph::Part& part) {
       sim_.record(part.events.at(event), part.streams.at(handle));
@@ -87,6 +89,7 @@ class GraphLink : public FaultLink {
     EXPECT_FALSE(ofGraphs_.contains(event)) << "an event of a graph is waited for";
     EXPECT_EQ(ofThis || isCaptured(stream), ofThis) << "a capture waits for what is no part of it";
     if (!ofThis) return FaultLink::wait(stream, event);
+    mayFail(stream);
     auto& known = current_->known[stream.handle];
     for (const auto& [of, count] : current_->recorded[event]) known[of] = std::max(known[of], count);
     add([this, event, handle = stream.handle](Graph::Part& part) {
@@ -103,6 +106,7 @@ class GraphLink : public FaultLink {
   }
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override {
     if (!isCaptured(stream)) return FaultLink::copyToDevice(device, host, bytes, stream);
+    mayFail(stream);
     enqueue(stream, [=, this](Stream on) { sim_.copyToDevice(device, host, bytes, on); });
   }
   void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override {
@@ -125,6 +129,10 @@ class GraphLink : public FaultLink {
  private:
   bool isCaptured(Stream stream) const {
     return current_ && current_->known.contains(stream.handle);
+  }
+  /// What is captured has no call below that could fail by its number but this one.
+  void mayFail(Stream stream) {
+    (void)FaultLink::captureOf(stream);
   }
   void add(std::function<void(Graph::Part&)> operation) {
     current_->operations.push_back(std::move(operation));

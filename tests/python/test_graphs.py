@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import threading
 
 import pytest
 import torch
@@ -91,12 +92,14 @@ def test_optimizer_steps_between_replays(where):
             return model(x)
 
     graph, y = captured(forward, x)
+    there = torch_offload.stats()["updates"]
     for _ in range(5):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         graph.replay()
         assert_same(y.clone(), forward(x))
+    assert (torch_offload.stats()["updates"] > there) == (where == "gpu")
 
 
 @pytest.mark.memcheck
@@ -154,17 +157,17 @@ def test_graphs_share_memory_and_give_it_back():
     weights = [at(OFFLOAD, 512, 512, seed=k) for k in range(16)]
     x = data(512, 512)
 
-    def product(first, operands=weights):  # not of matrices, for which every graph gets a workspace
+    def multiplied(first, operands=weights):  # not a product of matrices, for which every graph gets a workspace
         return functools.reduce(torch.mul, operands, first)
 
-    expected = product(x, [weight.to(COMPUTE) for weight in weights])
-    product(x)
+    expected = multiplied(x, [weight.to(COMPUTE) for weight in weights])
+    multiplied(x)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    one = captured(product, x)
+    one = captured(multiplied, x)
     used = torch.cuda.memory_allocated() - before
     assert used > 15 << 20
-    several = [captured(product, x) for _ in range(3)]
+    several = [captured(multiplied, x) for _ in range(3)]
     assert torch.cuda.memory_allocated() - before < used + (8 << 20), "the results"
     for graph, y in (one, *several, one):
         y.zero_()
@@ -176,14 +179,14 @@ def test_graphs_share_memory_and_give_it_back():
     assert torch.cuda.memory_allocated() <= before
 
 
+def product(first, operands):
+    return functools.reduce(torch.matmul, operands, first)
+
+
 def test_a_replay_on_another_stream():
     weights = [at(OFFLOAD, 1024, 1024, seed=k) for k in range(4)]
     plain = [weight.to(COMPUTE) for weight in weights]
     x = data(1024, 1024)
-
-    def product(first, operands):
-        return functools.reduce(torch.matmul, operands, first)
-
     graph, y = captured(functools.partial(product, operands=weights), x)
     other, z = captured(functools.partial(product, operands=weights[::-1]), x)
     side = torch.cuda.Stream()
@@ -196,6 +199,33 @@ def test_a_replay_on_another_stream():
     assert_same(z.clone(), product(x, plain[::-1]))
 
 
+def test_replays_from_several_threads():
+    weights = [at(OFFLOAD, 512, 512, seed=k) for k in range(6)]
+    plain = [weight.to(COMPUTE) for weight in weights]
+    x = data(512, 512)
+    graphs = [captured(functools.partial(product, operands=weights[k:] + weights[:k]), x) for k in range(3)]
+    expected = [product(x, plain[k:] + plain[:k]) for k in range(3)]
+    failures = []
+
+    def replays(k):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph, y = graphs[k]
+                for _ in range(20):
+                    graph.replay()
+                    assert_same(y.clone(), expected[k])
+        except BaseException as failure:
+            failures.append(failure)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=replays, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
 def refuses(function, *inputs, match):
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -206,7 +236,8 @@ def refuses(function, *inputs, match):
 def test_what_would_be_done_once_is_refused():
     weight, x = at(OFFLOAD, 8, 8), data(8, 8)
     expected = weight.cpu()
-    refuses(weight.add_, 1, match="can't work on the host while a CUDA graph is being captured")
+    refuses(weight.add_, 1, match="on the host while a CUDA graph is being captured")
+    refuses(weight.cpu, match="on the host while a CUDA graph is being captured")
     refuses(weight.copy_, x, match="can't copy into an offload tensor while a CUDA graph is being captured")
     refuses(weight.mul_, weight, match="while a CUDA graph is being captured")
     assert_same(weight.cpu(), expected)

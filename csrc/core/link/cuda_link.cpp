@@ -86,7 +86,8 @@ class CudaLink final : public Link {
   }
 
   void destroyStream(Stream stream) noexcept override {
-    (void)cudaStreamDestroy(native(stream));
+    RelaxedCapture relaxed;
+    if (cudaStreamDestroy(native(stream)) != cudaSuccess) (void)cudaGetLastError();
   }
 
   Event createEvent(int device) override {
@@ -98,7 +99,8 @@ class CudaLink final : public Link {
   }
 
   void destroyEvent(Event event) noexcept override {
-    (void)cudaEventDestroy(native(event));
+    RelaxedCapture relaxed;
+    if (cudaEventDestroy(native(event)) != cudaSuccess) (void)cudaGetLastError();
   }
 
   void record(Event event, Stream stream) override {
@@ -233,7 +235,8 @@ class CudaLink final : public Link {
       (void)cudaGetLastError();
       return 0;
     }
-    return status == cudaStreamCaptureStatusNone ? 0 : std::max<std::uint64_t>(id, 1);
+    // What has been invalidated takes no work at all, and CUDA says so.
+    return status == cudaStreamCaptureStatusActive ? id : 0;
   }
 
  private:

@@ -1,0 +1,56 @@
+// Graphs over the simulated link that read Blocks, and what they saw.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "core_rig.h"
+#include "graph_link.h"
+
+namespace offload::core_test {
+
+using GraphRig = BasicRig<GraphLink>;
+/// A graph that reads Blocks one after the other, and what it saw last.
+struct Reader {
+  explicit Reader(GraphRig& over) : rig(over) {}
+
+  void begin() {
+    rig.link.begin(stream);
+    fetches = rig.cache.beginCapture(stream, [this](Block& block) {
+      ++kept[&block];
+      return std::shared_ptr<void>(&block, [this](void* gone) { --kept[static_cast<Block*>(gone)]; });
+    });
+  }
+  void capture(const std::vector<Block*>& blocks) {
+    begin();
+    for (Block* block : blocks) read(*block);
+    end();
+  }
+  void read(Block& block) {
+    const Pin pin = rig.cache.fetch(block, {0, block.bytes}, stream);
+    readFrom(pin.data(), block.bytes);
+  }
+  void readFrom(const void* data, std::size_t bytes) {
+    seen.push_back(std::make_shared<Bytes>(bytes));
+    rig.link.launch(stream, [to = seen.back(), data, bytes] { std::memcpy(to->data(), data, bytes); }, {{data, bytes}}, {});
+  }
+  void end() {
+    if (fetches) rig.cache.endCapture(*fetches);
+    graph = rig.link.end();
+  }
+  void replay(Stream on) {
+    rig.cache.beginReplay(*fetches, on);
+    const std::shared_ptr<void> ends(this, [this, on](void*) { rig.cache.endReplay(*fetches, on); });
+    rig.link.replay(*graph, on);
+  }
+
+  GraphRig& rig;
+  Stream stream = rig.sim.createStream(0);
+  std::map<Block*, int> kept;
+  std::vector<std::shared_ptr<Bytes>> seen;
+  std::shared_ptr<CapturedFetches> fetches;
+  std::shared_ptr<GraphLink::Graph> graph;
+};
+
+} // namespace offload::core_test
