@@ -195,44 +195,59 @@ Placement placeAboveAutograd(const Operands& operands, Effect effect) {
   return place(operands, effect);
 }
 
-// The kernel that offload tensors would have without ours: that of a backend which nobody has beside CUDA.
-c10::SafeKernelFunction kernelBelow(const c10::OperatorHandle& op) {
-  return op.getComputedKernelForDispatchKey(DispatchKey::AutogradHPU);
-}
+/// The kernel that offload tensors would have without ours: that of a backend which nobody has beside CUDA.
+///
+/// PyTorch keeps a note of each one that it has ever given out, and takes it under no lock: so it is asked once, and by one thread at a
+/// time. Kernels of an operation that was defined `late` may come and go; there it is asked at every call.
+class KernelBelow {
+ public:
+  KernelBelow(DispatchKey key, bool late) : key_(key), late_(late) {}
+
+  void callBoxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    std::shared_ptr<const c10::SafeKernelFunction> kernel;
+    {
+      static std::mutex mutex;
+      const std::lock_guard lock(mutex);
+      if (!known_ || late_) known_ = std::make_shared<const c10::SafeKernelFunction>(op.getComputedKernelForDispatchKey(key_));
+      kernel = known_;
+    }
+    kernel->callBoxed(op, keys, stack);
+  }
+
+ private:
+  const DispatchKey key_;
+  const bool late_;
+  mutable std::shared_ptr<const c10::SafeKernelFunction> known_;
+};
 
 class AutogradKernel final : public c10::OperatorKernel {
  public:
-  AutogradKernel(const c10::OperatorHandle& op, std::shared_ptr<const OpTraits> traits, bool late)
-      : traits_(std::move(traits)) {
-    if (!late) below_ = kernelBelow(op);
-  }
+  AutogradKernel(std::shared_ptr<const OpTraits> traits, bool late)
+      : traits_(std::move(traits)), late_(late), below_(DispatchKey::AutogradHPU, late) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     if (watch().isBehind()) watch().catchUp();
     const Operands operands = traits_->operands(*stack);
-    if (!operands.offload || (operands.wrapped && !tracing())) return callBelow(op, keys, stack);
-    if (convertsElsewhere(*traits_, operands, *stack)) return callBelow(op, keys, stack);
+    if (!operands.offload || (operands.wrapped && !tracing())) return below_.callBoxed(op, keys, stack);
+    if (convertsElsewhere(*traits_, operands, *stack)) return below_.callBoxed(op, keys, stack);
     // Its parts are intercepted. A write is made whole where its target was born, not in parts here and there.
-    const bool late = !below_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+    const bool late = late_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
     const bool whole = operands.foreign || (traits_->effect == Effect::InPlace && !late);
-    if ((traits_->decomposes || late) && !whole) return callBelow(op, keys, stack);
+    if ((traits_->decomposes || late) && !whole) return below_.callBoxed(op, keys, stack);
     const Placement placement = placeAboveAutograd(operands, placedEffect(*traits_));
     // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.
     if (traits_->effect == Effect::InPlace && (placement.toOffload || !(isCached(placement.compute) || recordsGraph()))) {
       // A composite one has none.
-      if (!traits_->composite || (recordsGraph() && operands.requiresGrad)) return callBelow(op, keys, stack);
+      if (!traits_->composite || (recordsGraph() && operands.requiresGrad)) return below_.callBoxed(op, keys, stack);
       return runBelowAutograd(op, *traits_, operands, *stack);
     }
     runFetched(op, *traits_, placement, *stack);
   }
 
  private:
-  void callBelow(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
-    below_ ? below_->callBoxed(op, keys, stack) : kernelBelow(op).callBoxed(op, keys, stack);
-  }
-
   const std::shared_ptr<const OpTraits> traits_;
-  std::optional<c10::SafeKernelFunction> below_; // none for an operation whose kernels may come and go
+  const bool late_;
+  const KernelBelow below_;
 };
 
 // Autocast casts what is on its own device only. So offload operands are fetched above it, once there are any: then its own kernel
@@ -264,21 +279,24 @@ class AutocastKernel final : public c10::OperatorKernel {
 
 class BackendKernel final : public c10::OperatorKernel {
  public:
-  explicit BackendKernel(std::shared_ptr<const OpTraits> traits) : traits_(std::move(traits)) {}
+  BackendKernel(std::shared_ptr<const OpTraits> traits, bool late)
+      : traits_(std::move(traits)), below_(DispatchKey::HPU, late), composed_(DispatchKey::AutogradHPU, late) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Operands operands = traits_->operands(*stack);
     // In inference mode a composite operation comes here first, and so does a cast.
     if (convertsElsewhere(*traits_, operands, *stack)) {
-      return op.getComputedKernelForDispatchKey(DispatchKey::HPU).callBoxed(op, keys, stack);
+      return below_.callBoxed(op, keys, stack);
     }
     const bool whole = operands.foreign || traits_->effect == Effect::InPlace;
-    if (traits_->decomposes && !whole) return kernelBelow(op).callBoxed(op, keys, stack);
+    if (traits_->decomposes && !whole) return composed_.callBoxed(op, keys, stack);
     runBelowAutograd(op, *traits_, operands, *stack);
   }
 
  private:
   const std::shared_ptr<const OpTraits> traits_;
+  const KernelBelow below_;
+  const KernelBelow composed_;
 };
 
 // Sparse and nested tensors elsewhere are operands beside offload ones as any are; in a call with autograd they are served above.
@@ -311,9 +329,9 @@ OperationWatch::Kernels kernelsFor(const c10::OperatorHandle& op, bool late) {
   OperationWatch::Kernels kernels;
   if (late || op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
       op.hasKernelForDispatchKey(DispatchKey::Autograd)) {
-    kernels.emplace_back(DispatchKey::AutogradPrivateUse1, boxed<AutogradKernel>(op, traits, late));
+    kernels.emplace_back(DispatchKey::AutogradPrivateUse1, boxed<AutogradKernel>(traits, late));
   }
-  kernels.emplace_back(DispatchKey::PrivateUse1, boxed<BackendKernel>(traits));
+  kernels.emplace_back(DispatchKey::PrivateUse1, boxed<BackendKernel>(traits, late));
   // Where there is a kernel for nested tensors, PyTorch takes the composite one beside operands of another backend.
   if (op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
       op.hasKernelForDispatchKey(DispatchKey::NestedTensorCPU)) {

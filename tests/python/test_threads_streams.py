@@ -1,6 +1,7 @@
 """Forward, backward and fetches from several threads, and on several CUDA streams."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,6 +30,21 @@ def test_threads_on_one_model():
     if SIM:
         pytest.skip("the simulated link is one thread's by design")
     same(run)
+
+
+def test_threads_that_load_a_model():
+    """As transformers does: each tensor is moved and cast by one of four threads."""
+    sources = [data(size, device="cpu", seed=size) for size in (64, 4096, 5000, 20_000)]
+    expected = [value.to(torch.bfloat16) for value in sources]
+
+    def move(k):
+        with torch.inference_mode(k % 2 == 0):  # composites come another way there
+            moved = sources[k % 4].to(device="offload", dtype=torch.bfloat16)
+            return torch.equal(moved.flatten().cpu(), expected[k % 4])
+
+    for _ in range(20):
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(move, range(200)))
 
 
 def test_backward_in_another_thread():
