@@ -53,7 +53,14 @@ def test_training(name, feed):
     check_training(make, images(56 if "Swin" in name else 32), classification, feed)
 
 
-@pytest.mark.parametrize("feed", ["plain", "offload"])
+ASKS_FOR_CUDA = pytest.mark.xfail(
+    GPU,
+    reason="roi_align has another algorithm, in Python, for what is_cuda where deterministic ones are wanted",
+    strict=True,
+)
+
+
+@pytest.mark.parametrize("feed", ["plain", pytest.param("offload", marks=ASKS_FOR_CUDA)])
 def test_operations_of_torchvision(feed):
     """They have kernels for the CPU and for CUDA only."""
     ops = pytest.importorskip("torchvision").ops
