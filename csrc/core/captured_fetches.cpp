@@ -53,11 +53,10 @@ Staging::BufferPtr CapturedFetches::take(std::size_t bytes, const std::function<
   if (auto buffer = staging_->take(bytes)) return keep(std::move(buffer));
   if (staging_->bytes() + bytes > options_.stagingBytes) {
     const std::lock_guard lock(mutex_);
-    const auto oldest = std::ranges::find_if(free_, [bytes](const Free& free) { return free.buffer->isFor(bytes); });
+    const auto oldest = std::ranges::find_if(free_, [bytes](const auto& buffer) { return buffer->isFor(bytes); });
     if (oldest != free_.end()) {
-      auto [buffer, after] = std::move(*oldest);
+      Staging::BufferPtr buffer = std::move(*oldest);
       free_.erase(oldest);
-      after_[buffer.get()] = std::move(after);
       return buffer;
     }
   }
@@ -66,6 +65,7 @@ Staging::BufferPtr CapturedFetches::take(std::size_t bytes, const std::function<
 }
 
 void CapturedFetches::copy(Block& block, const Slot& slot, Stream stream) {
+  const auto* const buffer = static_cast<const Staging::Buffer*>(slot.buffer.owner.get());
   std::vector<Event> after{begin_};
   {
     const std::lock_guard lock(mutex_);
@@ -73,13 +73,14 @@ void CapturedFetches::copy(Block& block, const Slot& slot, Stream stream) {
       kept_[&block] = keep_(block);
       blocks_.push_back(&block);
     }
-    const auto uses = after_.find(static_cast<const Staging::Buffer*>(slot.buffer.owner.get()));
-    if (uses != after_.end()) after.insert(after.end(), uses->second.begin(), uses->second.end());
+    if (const auto uses = lastUses_.find(buffer); uses != lastUses_.end()) {
+      after.insert(after.end(), uses->second.begin(), uses->second.end());
+    }
   }
   for (Event event : after) link_.wait(copies_, event);
   {
     const std::lock_guard lock(mutex_);
-    after_.erase(static_cast<const Staging::Buffer*>(slot.buffer.owner.get()));
+    lastUses_.erase(buffer); // where a wait has failed, the next copy there still waits
   }
   try {
     captureCopy(slot);
@@ -110,13 +111,13 @@ void CapturedFetches::join(Stream stream) noexcept {
 void CapturedFetches::release(Slot& slot, const std::vector<Stream>& streams) noexcept {
   auto buffer = std::static_pointer_cast<Staging::Buffer>(std::exchange(slot.buffer, {}).owner);
   if (!buffer || staging_->closed()) return;
-  Free free{buffer, {}};
+  std::vector<Event> uses;
   bool within = true;
   for (Stream stream : streams) {
     try {
       const std::uint64_t capture = link_.captureOf(stream);
       if (capture == id_) {
-        free.after.push_back(recordOn(stream));
+        uses.push_back(recordOn(stream));
       } else {
         staging_->addUse(capture == 0 ? tokens_.record(stream) : tokens_.defer(stream));
         within = false;
@@ -129,20 +130,21 @@ void CapturedFetches::release(Slot& slot, const std::vector<Stream>& streams) no
   if (!within) return;
   // What somebody held longer than the capture, another graph may have been given to read: a backward pass, say. It stays taken.
   const std::lock_guard lock(mutex_);
-  if (auto earlier = after_.extract(buffer.get())) { // which no copy has waited for, as it has failed
-    free.after.insert(free.after.end(), earlier.mapped().begin(), earlier.mapped().end());
-  }
-  if (!ended_) free_.push_back(std::move(free));
+  if (ended_) return;
+  auto& all = lastUses_[buffer.get()];
+  all.insert(all.end(), uses.begin(), uses.end());
+  free_.push_back(std::move(buffer));
 }
 
 void CapturedFetches::end() {
-  std::deque<Free> free;
+  std::deque<Staging::BufferPtr> free;
   {
     const std::lock_guard lock(mutex_);
     ended_ = true;
     free.swap(free_);
+    lastUses_.clear();
   }
-  for (const auto& [buffer, after] : free) staging_->giveBack(*buffer);
+  for (const auto& buffer : free) staging_->giveBack(*buffer);
 }
 
 } // namespace offload

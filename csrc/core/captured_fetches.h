@@ -64,11 +64,6 @@ class CapturedFetches : public std::enable_shared_from_this<CapturedFetches> {
   }
 
  private:
-  struct Free {
-    Staging::BufferPtr buffer;
-    std::vector<Event> after; // its last uses in this graph
-  };
-
   void destroy() noexcept;
   Event recordOn(Stream stream);
   void captureCopy(const Slot& slot);
@@ -85,8 +80,8 @@ class CapturedFetches : public std::enable_shared_from_this<CapturedFetches> {
   std::mutex mutex_;
   bool ended_ = false;
   std::vector<Staging::BufferPtr> buffers_; // all that replays write to
-  std::deque<Free> free_; // the oldest first
-  std::unordered_map<const Staging::Buffer*, std::vector<Event>> after_; // of what has been taken again
+  std::deque<Staging::BufferPtr> free_; // the oldest first
+  std::unordered_map<const Staging::Buffer*, std::vector<Event>> lastUses_; // in this graph; the next copy waits for them
   std::vector<Event> events_;
   std::vector<Block*> blocks_;
   std::unordered_map<const Block*, std::shared_ptr<void>> kept_;

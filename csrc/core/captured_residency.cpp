@@ -43,8 +43,7 @@ Pin Residency::fetchCaptured(Block& block, Extent extent, Stream stream, std::ui
   if (!graph) {
     throw Error(
         "offload: can't fetch while a CUDA graph is being captured of whose replays nobody would tell. Use torch.cuda.graph() "
-        "or "
-        "torch.cuda.make_graphed_callables(), make the first offload tensor before, and fetch none in the body of a "
+        "or torch.cuda.make_graphed_callables(), make the first offload tensor before, and fetch none in the body of a "
         "conditional node.");
   }
   if (extent.bytes() == 0) return {};
@@ -53,8 +52,7 @@ Pin Residency::fetchCaptured(Block& block, Extent extent, Stream stream, std::ui
     throw Error(
         "offload: can't capture a fetch of " + std::to_string(extent.bytes()) +
         " bytes into a CUDA graph, as their host memory is not page-locked (it is a file's, of another library, or past the "
-        "limit on "
-        "pinned memory); give the tensor memory of its own with clone(), or move it to CUDA before the capture.");
+        "limit on pinned memory); give the tensor memory of its own with clone(), or move it to CUDA before the capture.");
   }
   if (stream.device != graph->device()) {
     throw Error(

@@ -331,8 +331,7 @@ void Residency::refuseCapture(Stream stream, const char* what) {
   throw Error(
       std::string("offload: can't ") + what +
       " while a CUDA graph is being captured: it would be done once, and by no replay. Do it outside of the capture, or with "
-      "CUDA "
-      "tensors.");
+      "CUDA tensors.");
 }
 
 // ---- the whole

@@ -19,9 +19,9 @@
 // A Slot is on one of two accounts. What passes is charged to the ring, and leaves it in the order in which it came. What the
 // Schedule wants to stay, and what is newer than the host's bytes (Dirty), is charged to the budget. Slots that nothing pins are
 // found again until their bytes are wanted. A fetch never waits for a Pin: where all of the ring is pinned it takes more memory, so
-// device bytes stay within budget + max(ring, twice the fetch at hand) + what is pinned, and what graphs have (staging.h). Memory that is given up is reused in
-// stream order, without the host. An automatic budget follows what is free: it is looked at when a pass of the Schedule ends and
-// when much has been added; in between PyTorch's allocator asks for memory back by relieve().
+// device bytes stay within budget + max(ring, twice the fetch at hand) + what is pinned, and what graphs have (staging.h). Memory
+// that is given up is reused in stream order, without the host. An automatic budget follows what is free: it is looked at when a
+// pass of the Schedule ends and when much has been added; in between PyTorch's allocator asks for memory back by relieve().
 //
 // Note [Blocks of several processes]
 // A Shared Block is never Dirty, and who writes to it waits until the bytes have landed and then counts up the version in the shared
@@ -138,8 +138,8 @@ class Residency {
   /// Throws Error where `stream` is being captured.
   void refuseCapture(Stream stream, const char* what);
 
-  /// See HostLease. The only call here that may wait, but for beginReplay(), writes to a Shared Block, and for a store that is the first write to bytes
-  /// of a file.
+  /// See HostLease. The only call here that may wait, but for beginReplay(), writes to a Shared Block, and for a store that is the
+  /// first write to bytes of a file.
   HostLease lease(Block& block, Access access);
 
   struct Claim {
@@ -155,10 +155,10 @@ class Residency {
     jobs_.drain();
   }
 
-  /// Has `work` change whole Blocks, as runLater() does, in the cache of the device of `stream`: it is given their addresses there, in the
-  /// order of the claims, and enqueues on `stream` what reads and writes them; before it has, it may throw OutOfMemory. What it may write to
-  /// goes home, and stays: Note [Guests]. False, and no byte has changed, where not all of them are there or find room, or somebody else
-  /// uses what is to be written, or is to.
+  /// Has `work` change whole Blocks, as runLater() does, in the cache of the device of `stream`: it is given their addresses there, in
+  /// the order of the claims, and enqueues on `stream` what reads and writes them; before it has, it may throw OutOfMemory. What it may
+  /// write to goes home, and stays: Note [Guests]. False, and no byte has changed, where not all of them are there or find room, or
+  /// somebody else uses what is to be written, or is to.
   bool updateThere(const std::vector<Claim>& claims, Stream stream, const std::function<void(const std::vector<void*>&)>& work);
 
   /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where

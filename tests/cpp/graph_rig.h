@@ -45,6 +45,12 @@ struct Reader {
     rig.link.replay(*graph, on);
   }
 
+  /// What the last replay saw are the patterns with these tags, in the order of the reads; the rig has been drained.
+  void expect(const std::vector<int>& tags) const {
+    ASSERT_EQ(seen.size(), tags.size());
+    for (std::size_t k = 0; k < tags.size(); ++k) EXPECT_EQ(*seen[k], pattern(tags[k], seen[k]->size())) << "read " << k;
+  }
+
   GraphRig& rig;
   Stream stream = rig.sim.createStream(0);
   std::map<Block*, int> kept;
