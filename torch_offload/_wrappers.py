@@ -39,7 +39,7 @@ def target_of(values: Sequence[Any]) -> torch.device | None:
             dims = dims or value.dim() > 0
         elif value.dim() == 0:
             cuda_scalar = value.device if value.is_cuda else cuda_scalar
-        elif value.numel() > 0:  # checkpointing passes an empty one for its requires_grad alone
+        else:
             devices.setdefault(value.device.type, value.device)
     if offload is None:
         return None

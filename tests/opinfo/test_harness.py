@@ -14,7 +14,7 @@ import torch
 from entry import Entry
 from helpers import COMPUTE, CPU, assert_same
 from pool import Pool
-from truth import Draws, HostDraws, varies
+from truth import Draws, HostDraws, may_vary, varies
 
 
 @dataclass
@@ -231,3 +231,18 @@ def test_draws_are_seen():
 def test_what_varies_is_found_out():
     assert not varies(lambda: 1, lambda found: found == 1)
     assert varies(iter(range(100)).__next__, lambda found: found == 0)
+
+
+def test_what_may_vary_is_told_by_pytorch():
+    assert not may_vary(lambda: torch.ones(3).cumsum(0))
+    assert may_vary(lambda: torch.ones(2).put_(torch.tensor([0, 0]), torch.ones(2)))  # also on the CPU
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(("error", "found"), [(0.0, set()), (1e-6, set()), (1e-2, {"forward"})])
+def test_what_may_vary_is_nearly_the_same(error, found, monkeypatch):
+    entry = sys.modules[Entry.__module__]
+    monkeypatch.setattr(entry, "GPU", True)
+    monkeypatch.setattr(entry, "may_vary", lambda run: True)
+    _, failures = look(lambda x, y, out: torch.mul(x, y, out=out) if out is not None else x * y * (1 + error))
+    assert {what for _, what in failures} & {"forward"} == found

@@ -1,5 +1,6 @@
 """What else may be right on a GPU: the host draws and writes there too, and not every kernel gives the same twice."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -43,3 +44,16 @@ class HostDraws(TorchDispatchMode):
 def varies(again: Callable[[], Any], same: Callable[[Any], bool]) -> bool:
     """Whether the plain device gives something else when it is asked again and again."""
     return any(not same(again()) for _ in range(REPEATS))
+
+
+def may_vary(run: Callable[[], Any]) -> bool:
+    """Whether PyTorch says that a kernel of the run is not deterministic: it may give the same for as often as one asks."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            run()
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    return any("does not have a deterministic implementation" in str(warning.message) for warning in said)

@@ -41,8 +41,9 @@ def kernels():
         lambda: (data(4, 8), data(8, seed=1)),
         lambda: (at(OFFLOAD, 4, 8), data(1, seed=1)[0]),
         lambda: (at(OFFLOAD, 1)[0], data(1, seed=1)[0]),
+        lambda: (at(OFFLOAD, 0, 8), data(0, 8)),
     ],
-    ids=["all on offload", "the second one", "the first one", "a view", "none", "beside 0-dim", "0-dim beside 0-dim"],
+    ids=["all on offload", "second", "first", "a view", "none", "beside 0-dim", "0-dim beside 0-dim", "empty"],
 )
 def test_results_and_where_they_live(operands):
     scaled_sum, both = kernels()
