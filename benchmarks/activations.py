@@ -224,6 +224,7 @@ def main() -> None:
         default=[""],
         help="of the variants, plain and those with a TEXT in their name",
     )
+    parser.add_argument("--tokens", nargs="+", type=int, metavar="N", help="only the cases of so many tokens")
     parser.add_argument(
         "--traces", action="store_true", help="also a trace of a step of each saved_tensors, beside the record"
     )
@@ -233,6 +234,9 @@ def main() -> None:
     shape = TINY if options.tiny else LLAMA_8B
     full = [(8, 8192, False), (16, 16384, True), (16, 32768, True)]
     cases = [(4, 16, False), (4, 32, True)] if options.tiny else full
+    cases = [case for case in cases if not options.tokens or case[1] in options.tokens]
+    if not cases:
+        raise SystemExit(f"no case of {options.tokens} tokens; there are {sorted({case[1] for case in full})}.")
     rates = link_rates(options.tiny)
     records = []
     for count, tokens, checkpointed in cases:

@@ -25,6 +25,7 @@ def register(extension: ModuleType) -> None:
         _library,
         _names,
         _optimizer,
+        _pools,
         _purposes,
         _serialization,
         _sharing,
@@ -54,6 +55,7 @@ def register(extension: ModuleType) -> None:
     _functions.register()
     _init.register()
     _graphs.register()
+    _pools.register()
     _jiterator.register()
     _dlpack.register()
     _library.register()

@@ -24,6 +24,10 @@ using Relieve = std::size_t (*)(c10::DeviceIndex index, std::size_t free, std::s
 using GiveUp = void (*)(c10::DeviceIndex index);
 /// Has PyTorch's allocator ask when it has no block for a request, and tell when one has failed. To be called once.
 void relieveAllocatorBy(Relieve relieve, GiveUp giveUp);
+/// Whether PyTorch's allocator serves the calling thread from a pool of somebody's; the cache's memory then comes from beside it.
+void setThreadHasPool(bool has) noexcept;
+/// Tells whether PyTorch's allocator serves the calling thread from a pool; the cache's memory then comes from beside it.
+void setThreadHasPool(bool has) noexcept;
 /// Gives what PyTorch's allocator keeps and nobody uses back to the driver; not while the calling thread captures a graph.
 void releaseCached();
 /// While it lives, what its thread asks of events spoils no graph that another thread captures.

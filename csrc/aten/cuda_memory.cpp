@@ -3,6 +3,7 @@
 #include "core/error.h"
 
 #ifdef OFFLOAD_WITH_CUDA
+#include "core/host_wait.h"
 #include "core/link/cuda_link.h"
 
 #include <ATen/Context.h>
@@ -13,7 +14,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 #endif
@@ -98,9 +101,39 @@ Ledger& ledger() {
   return *instance;
 }
 
+thread_local bool threadHasPool = false;
+
 class CachingMemory final : public DeviceMemory {
  public:
+  // A pool may go, or is counted by who has made it, as by the graphs of torch.compile: what the cache keeps must not be in it. That
+  // a thread's requests go there the allocator tells by the thread, so another one asks.
   void* allocate(std::size_t bytes, Stream stream) override {
+    if (!threadHasPool) return allocateHere(bytes, stream);
+    void* data = nullptr;
+    std::exception_ptr failure;
+    const auto ask = [&] {
+      try {
+        data = allocateHere(bytes, stream);
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    };
+    hostWait([&ask] { std::thread(ask).join(); }); // it may want the GIL
+    if (failure) std::rethrow_exception(failure);
+    return data;
+  }
+
+  void free(void* device, Stream /*stream*/) noexcept override {
+    ledger_.gave(device);
+    c10::cuda::CUDACachingAllocator::raw_delete(device);
+  }
+
+  MemoryInfo memoryInfo(int device) override {
+    return cuda::memoryInfo(static_cast<c10::DeviceIndex>(device));
+  }
+
+ private:
+  void* allocateHere(std::size_t bytes, Stream stream) {
     c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(stream.device));
     const OwnRequest own(static_cast<c10::DeviceIndex>(stream.device));
     try {
@@ -118,16 +151,6 @@ class CachingMemory final : public DeviceMemory {
     }
   }
 
-  void free(void* device, Stream /*stream*/) noexcept override {
-    ledger_.gave(device);
-    c10::cuda::CUDACachingAllocator::raw_delete(device);
-  }
-
-  MemoryInfo memoryInfo(int device) override {
-    return cuda::memoryInfo(static_cast<c10::DeviceIndex>(device));
-  }
-
- private:
   Ledger& ledger_ = ledger();
 };
 
@@ -238,6 +261,10 @@ void relieveAllocatorBy(Relieve relieve, GiveUp giveUp) {
       });
 }
 
+void setThreadHasPool(bool has) noexcept {
+  threadHasPool = has;
+}
+
 void releaseCached() {
   if (capturing()) return;
   try {
@@ -255,6 +282,8 @@ std::unique_ptr<Link> makeLink() {
 #else
 
 void relieveAllocatorBy(Relieve /*relieve*/, GiveUp /*giveUp*/) {}
+
+void setThreadHasPool(bool /*has*/) noexcept {}
 
 void releaseCached() {}
 

@@ -49,7 +49,7 @@ void Residency::look(Device& dev) {
     const auto share = static_cast<std::size_t>(options_.headroomShare * static_cast<double>(total));
     const std::size_t headroom = std::max(std::min(options_.headroomBytes, share), dev.quiet < kQuietPasses ? dev.demand : 0);
     if (budgetBytes_) {
-      dev.budget = *budgetBytes_;
+      dev.budget = *budgetBytes_ - std::min(*budgetBytes_, dev.held ? dev.held->bytes() : 0);
     } else {
       dev.budget = free > headroom ? held + (free - headroom) : held - std::min(held, headroom - free);
     }

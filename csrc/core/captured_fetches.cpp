@@ -7,11 +7,12 @@
 namespace offload {
 
 CapturedFetches::CapturedFetches(
-    Link& link, EventPool& events, std::shared_ptr<Staging> staging, Stream origin, std::uint64_t id, Keep keep,
-    CaptureOptions options)
+    Link& link, EventPool& events, std::shared_ptr<Staging> staging, std::shared_ptr<HeldCopies> copies, Stream origin,
+    std::uint64_t id, Keep keep, CaptureOptions options)
     : link_(link),
       tokens_(events),
       staging_(std::move(staging)),
+      heldCopies_(std::move(copies)),
       id_(id),
       keep_(std::move(keep)),
       options_(options),
@@ -43,14 +44,36 @@ Event CapturedFetches::recordOn(Stream stream) {
   return event;
 }
 
+// Under the mutex.
+void CapturedFetches::keep(Block& block) {
+  if (kept_.contains(&block)) return;
+  kept_[&block] = keep_(block);
+  blocks_.push_back(&block);
+}
+
+const HeldCopy* CapturedFetches::hold(Block& block, Extent extent, const std::function<void*(std::size_t)>& allocate) {
+  if (block.shared) return nullptr; // its version here doesn't tell of the other processes' writes
+  auto copy = heldCopies_->get(block, extent, options_.heldBytes, allocate);
+  if (!copy) return nullptr;
+  const std::lock_guard lock(mutex_);
+  keep(block);
+  if (std::ranges::find(held_, copy) == held_.end()) held_.push_back(copy);
+  return copy.get();
+}
+
+void CapturedFetches::refresh(const HeldCopy& copy, Stream stream) const {
+  const auto* const host = static_cast<const std::byte*>(copy.block.data) + copy.extent.begin;
+  enqueueCopy(copy.data, host, copy.extent.bytes(), *copy.buffer, stream);
+}
+
 // What has not been used in this graph is best, as nothing waits for it; then new memory. What is used again holds its copy up.
 Staging::BufferPtr CapturedFetches::take(std::size_t bytes, const std::function<void*(std::size_t)>& allocate) {
-  const auto keep = [this](Staging::BufferPtr buffer) {
+  const auto mine = [this](Staging::BufferPtr buffer) {
     const std::lock_guard lock(mutex_);
     buffers_.push_back(buffer);
     return buffer;
   };
-  if (auto buffer = staging_->take(bytes)) return keep(std::move(buffer));
+  if (auto buffer = staging_->take(bytes)) return mine(std::move(buffer));
   if (staging_->bytes() + bytes > options_.stagingBytes) {
     const std::lock_guard lock(mutex_);
     const auto oldest = std::ranges::find_if(free_, [bytes](const auto& buffer) { return buffer->isFor(bytes); });
@@ -61,7 +84,7 @@ Staging::BufferPtr CapturedFetches::take(std::size_t bytes, const std::function<
     }
   }
   void* const data = allocate(bytes);
-  return keep(staging_->add(data, bytes));
+  return mine(staging_->add(data, bytes));
 }
 
 void CapturedFetches::copy(Block& block, const Slot& slot, Stream stream) {
@@ -69,10 +92,7 @@ void CapturedFetches::copy(Block& block, const Slot& slot, Stream stream) {
   std::vector<Event> after{begin_};
   {
     const std::lock_guard lock(mutex_);
-    if (!kept_.contains(&block)) {
-      kept_[&block] = keep_(block);
-      blocks_.push_back(&block);
-    }
+    keep(block);
     if (const auto uses = lastUses_.find(buffer); uses != lastUses_.end()) {
       after.insert(after.end(), uses->second.begin(), uses->second.end());
     }
@@ -83,7 +103,7 @@ void CapturedFetches::copy(Block& block, const Slot& slot, Stream stream) {
     lastUses_.erase(buffer); // where a wait has failed, the next copy there still waits
   }
   try {
-    captureCopy(slot);
+    enqueueCopy(slot.data, slot.host, slot.extent.bytes(), *buffer, copies_);
     link_.wait(stream, recordOn(copies_));
   } catch (...) {
     join(stream);
@@ -91,12 +111,13 @@ void CapturedFetches::copy(Block& block, const Slot& slot, Stream stream) {
   }
 }
 
-void CapturedFetches::captureCopy(const Slot& slot) {
+void CapturedFetches::enqueueCopy(
+    void* to, const void* from, std::size_t bytes, const Staging::Buffer& buffer, Stream stream) const {
   if (options_.copyDelay.count() > 0) {
-    link_.launchHost([delay = options_.copyDelay] { std::this_thread::sleep_for(delay); }, copies_);
+    link_.launchHost([delay = options_.copyDelay] { std::this_thread::sleep_for(delay); }, stream);
   }
-  if (options_.poison) link_.fill(slot.buffer.data, 0xFF, slot.buffer.bytes, copies_);
-  link_.copyToDevice(slot.data, slot.host, slot.extent.bytes(), copies_);
+  if (options_.poison) link_.fill(buffer.data, 0xFF, buffer.bytes, stream);
+  link_.copyToDevice(to, from, bytes, stream);
 }
 
 // A capture that ends with a stream that was not joined is an error of its own, which would hide the first.
@@ -117,7 +138,7 @@ void CapturedFetches::release(Slot& slot, const std::vector<Stream>& streams) no
     try {
       const std::uint64_t capture = link_.captureOf(stream);
       if (capture == id_) {
-        uses.push_back(recordOn(stream));
+        if (!buffer->held) uses.push_back(recordOn(stream));
       } else {
         staging_->addUse(capture == 0 ? tokens_.record(stream) : tokens_.defer(stream));
         within = false;
@@ -127,7 +148,7 @@ void CapturedFetches::release(Slot& slot, const std::vector<Stream>& streams) no
       within = false;
     }
   }
-  if (!within) return;
+  if (!within || buffer->held) return;
   // What somebody held longer than the capture, another graph may have been given to read: a backward pass, say. It stays taken.
   const std::lock_guard lock(mutex_);
   if (ended_) return;

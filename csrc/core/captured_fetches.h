@@ -10,8 +10,8 @@
 // Blocks are done (beginReplay); what writes to them later waits for it (endReplay). So somebody has to tell when there is one.
 #pragma once
 
+#include "core/held_copies.h"
 #include "core/slot.h"
-#include "core/staging.h"
 
 #include <chrono>
 #include <deque>
@@ -22,6 +22,7 @@ namespace offload {
 
 struct CaptureOptions {
   std::size_t stagingBytes = 0; // of all graphs of the device, as far as what is free again is of the right size
+  std::size_t heldBytes = 0; // likewise, of held copies
   bool poison = false;
   std::chrono::microseconds copyDelay{0};
 };
@@ -34,12 +35,16 @@ class CapturedFetches : public std::enable_shared_from_this<CapturedFetches> {
 
   /// `id` is Link::captureOf(`origin`).
   CapturedFetches(
-      Link& link, EventPool& events, std::shared_ptr<Staging> staging, Stream origin, std::uint64_t id, Keep keep,
-      CaptureOptions options);
+      Link& link, EventPool& events, std::shared_ptr<Staging> staging, std::shared_ptr<HeldCopies> copies, Stream origin,
+      std::uint64_t id, Keep keep, CaptureOptions options);
   ~CapturedFetches();
   CapturedFetches(const CapturedFetches&) = delete;
   CapturedFetches& operator=(const CapturedFetches&) = delete;
 
+  /// A held copy of these bytes, with memory by `allocate` if it is the first; null where there is no room for one.
+  const HeldCopy* hold(Block& block, Extent extent, const std::function<void*(std::size_t)>& allocate);
+  /// Copies the host's bytes to a held copy, on a stream that is not captured.
+  void refresh(const HeldCopy& copy, Stream stream) const;
   /// Staging for so many bytes, by `allocate` where there is none. `allocate` is called under no lock, and may throw.
   Staging::BufferPtr take(std::size_t bytes, const std::function<void*(std::size_t)>& allocate);
   /// Captures the copy of a Slot's bytes to its memory, which take() gave, and has `stream` wait for it.
@@ -62,16 +67,22 @@ class CapturedFetches : public std::enable_shared_from_this<CapturedFetches> {
   const std::vector<Block*>& blocks() const noexcept {
     return blocks_;
   }
+  /// Of these; it doesn't change either.
+  const std::vector<std::shared_ptr<HeldCopy>>& held() const noexcept {
+    return held_;
+  }
 
  private:
   void destroy() noexcept;
   Event recordOn(Stream stream);
-  void captureCopy(const Slot& slot);
+  void keep(Block& block);
+  void enqueueCopy(void* to, const void* from, std::size_t bytes, const Staging::Buffer& buffer, Stream stream) const;
   void join(Stream stream) noexcept;
 
   Link& link_;
   EventPool& tokens_;
   const std::shared_ptr<Staging> staging_;
+  const std::shared_ptr<HeldCopies> heldCopies_;
   const std::uint64_t id_;
   const Keep keep_;
   const CaptureOptions options_;
@@ -85,6 +96,7 @@ class CapturedFetches : public std::enable_shared_from_this<CapturedFetches> {
   std::vector<Event> events_;
   std::vector<Block*> blocks_;
   std::unordered_map<const Block*, std::shared_ptr<void>> kept_;
+  std::vector<std::shared_ptr<HeldCopy>> held_; // gone before its Blocks are
 };
 
 } // namespace offload

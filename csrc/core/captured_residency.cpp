@@ -12,14 +12,22 @@ std::shared_ptr<CapturedFetches> Residency::beginCapture(Stream stream, Captured
   if (id == 0) throw Error("offload: no CUDA graph is being captured on this stream.");
   Device& dev = device(stream.device);
   std::shared_ptr<Staging> staging;
-  CaptureOptions options{0, options_.poison, options_.copyDelay};
+  std::shared_ptr<HeldCopies> held;
+  CaptureOptions options{0, 0, options_.poison, options_.copyDelay};
   {
     const Lock lock(mutex_);
-    if (!dev.staging) dev.staging = std::make_shared<Staging>(link_, events_, dev.transfer.deviceBound());
+    if (!dev.staging) {
+      dev.staging = std::make_shared<Staging>(link_, events_, dev.transfer.deviceBound());
+      dev.held = std::make_shared<HeldCopies>(dev.staging);
+    }
     staging = dev.staging;
+    held = dev.held;
     options.stagingBytes = ringBytes_;
+    // An automatic one as of the last look: it is no time to ask the driver.
+    options.heldBytes = budgetBytes_.value_or(dev.budget + held->bytes()) / 2;
   }
-  auto graph = std::make_shared<CapturedFetches>(link_, events_, std::move(staging), stream, id, std::move(keep), options);
+  auto graph = std::make_shared<CapturedFetches>(
+      link_, events_, std::move(staging), std::move(held), stream, id, std::move(keep), options);
   const Lock lock(mutex_);
   std::erase_if(captures_, [](const auto& entry) { return entry.second.expired(); });
   captures_[id] = graph;
@@ -30,6 +38,9 @@ void Residency::endCapture(CapturedFetches& graph) {
   {
     const Lock lock(mutex_);
     captures_.erase(graph.id());
+    Device& dev = device(graph.device());
+    dev.lookDue = true;
+    dev.lastLook = {};
   }
   graph.end();
 }
@@ -60,9 +71,13 @@ Pin Residency::fetchCaptured(Block& block, Extent extent, Stream stream, std::ui
         " can't fetch to cuda:" + std::to_string(stream.device) + "; capture one for each device.");
   }
   Device& dev = device(stream.device);
-  const std::size_t shift = (block.address() + extent.begin) % kAlignment;
-  const auto allocateMore = [this, &dev](std::size_t bytes) { return allocate(dev, bytes); };
-  const auto buffer = graph->take(extent.bytes() + kAlignment, allocateMore); // whatever the next one's shift is
+  // For a copy that is to be held nothing else is given up.
+  const auto* const held =
+      graph->hold(block, extent, [&](std::size_t bytes) { return link_.allocate(bytes, dev.transfer.deviceBound()); });
+  const auto buffer = held != nullptr
+      ? held->buffer
+      : graph->take(extent.bytes() + kAlignment, [&](std::size_t bytes) { return allocate(dev, bytes); });
+  const std::size_t shift = (block.address() + extent.begin) % kAlignment; // whatever the next one's is
   auto slot = std::make_shared<Slot>();
   slot->extent = extent;
   slot->device = dev.index;
@@ -72,7 +87,7 @@ Pin Residency::fetchCaptured(Block& block, Extent extent, Stream stream, std::ui
   slot->host = static_cast<const std::byte*>(block.data) + extent.begin;
   slot->captured = graph;
   Pin pin(*this, slot, slot->data, {stream}); // gives the memory back if anything throws
-  graph->copy(block, *slot, stream);
+  if (held == nullptr) graph->copy(block, *slot, stream);
   return pin;
 }
 
@@ -84,12 +99,16 @@ void Residency::beginReplay(const CapturedFetches& graph, Stream stream) {
         "offload: a CUDA graph that fetches offload tensors can't be replayed into another one that is being captured.");
   }
   std::vector<Token> before;
+  std::vector<std::pair<HeldCopy*, std::uint64_t>> stale; // and what it will be a copy of
   graph.staging().beginTurn();
   try {
     before = graph.staging().uses();
     Lock lock(mutex_);
     sendAllHome(lock, graph.blocks(), false);
     for (const Block* block : graph.blocks()) block->writers.appendTo(before);
+    for (const auto& copy : graph.held()) {
+      if (copy->version != copy->block.version) stale.emplace_back(copy.get(), copy->block.version);
+    }
     for (Block* block : graph.blocks()) ++block->issuing;
   } catch (...) {
     graph.staging().endTurn();
@@ -97,6 +116,10 @@ void Residency::beginReplay(const CapturedFetches& graph, Stream stream) {
   }
   try {
     for (const Token& token : before) token.orderBefore(stream);
+    for (const auto& [copy, version] : stale) {
+      graph.refresh(*copy, stream);
+      copy->version = version;
+    }
   } catch (...) {
     endReplay(graph, stream);
     throw;

@@ -232,7 +232,8 @@ class Residency {
     std::uint64_t wrongCopies = 0; // and copies
     int steady = 0; // how well the order could be foretold of late
     Token lastCopy; // of the last copy to the device
-    std::shared_ptr<Staging> staging; // from the first capture of a graph on
+    std::shared_ptr<Staging> staging; // from the first capture of a graph on, as is the next
+    std::shared_ptr<HeldCopies> held;
   };
 
   /// What is to be copied ahead of its fetch; or, where only the half of the ring stands in the way, the copy with whose end the link

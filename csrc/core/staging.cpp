@@ -7,16 +7,16 @@
 namespace offload {
 
 Staging::Buffer::~Buffer() {
-  staging->free({data, bytes});
+  staging->free({data, held ? 0 : bytes});
 }
 
-Staging::BufferPtr Staging::add(void* data, std::size_t bytes) {
+Staging::BufferPtr Staging::add(void* data, std::size_t bytes, bool held) {
   freeRefused();
-  auto buffer = std::make_shared<Buffer>(shared_from_this(), data, bytes);
+  auto buffer = std::make_shared<Buffer>(shared_from_this(), data, bytes, held);
   Token allocated = events_.record(home_);
   const std::lock_guard lock(mutex_);
   buffers_.push_back(buffer);
-  bytes_ += bytes;
+  if (!held) bytes_ += bytes;
   uses_.add(std::move(allocated));
   return buffer;
 }

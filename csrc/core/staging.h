@@ -16,7 +16,8 @@ class Staging : public std::enable_shared_from_this<Staging> {
  public:
   /// One piece. A graph that may write to it keeps it.
   struct Buffer {
-    Buffer(std::shared_ptr<Staging> of, void* memory, std::size_t size) : staging(std::move(of)), data(memory), bytes(size) {}
+    Buffer(std::shared_ptr<Staging> of, void* memory, std::size_t size, bool keeps)
+        : staging(std::move(of)), data(memory), bytes(size), held(keeps) {}
     ~Buffer();
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
@@ -29,6 +30,7 @@ class Staging : public std::enable_shared_from_this<Staging> {
     const std::shared_ptr<Staging> staging;
     void* const data;
     const std::size_t bytes;
+    const bool held; // by Note [Held copies]: always taken
     bool taken = true; // by a capture that goes on, or by a Pin; guarded by Staging
   };
   using BufferPtr = std::shared_ptr<Buffer>;
@@ -37,7 +39,7 @@ class Staging : public std::enable_shared_from_this<Staging> {
   Staging(Link& link, EventPool& events, Stream home) : link_(link), events_(events), home_(home) {}
 
   /// What has been allocated; it is taken. The next use on any stream must come behind uses().
-  BufferPtr add(void* data, std::size_t bytes);
+  BufferPtr add(void* data, std::size_t bytes, bool held = false);
   /// The smallest piece for so many bytes that nobody has taken, which it is then; null if there is none.
   BufferPtr take(std::size_t bytes);
   void giveBack(Buffer& buffer);
@@ -48,6 +50,7 @@ class Staging : public std::enable_shared_from_this<Staging> {
   Stream home() const noexcept {
     return home_;
   }
+  /// Of all that is not held.
   std::size_t bytes() const;
 
   /// One replay at a time is launched: from uses() to addUse(). Waits for the others', without the GIL.
@@ -61,7 +64,7 @@ class Staging : public std::enable_shared_from_this<Staging> {
  private:
   struct Memory {
     void* data;
-    std::size_t bytes;
+    std::size_t bytes; // that count
   };
 
   void free(Memory memory) noexcept;

@@ -1,6 +1,7 @@
 #include "python/graphs.h"
 
 #include "aten/captured_graph.h"
+#include "aten/cuda_glue.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -27,6 +28,7 @@ void bindGraphs(py::module_& m) {
       .def_property_readonly("tensors", &CapturedGraph::tensors)
       .def("end", torch::wrap_pybind_function_no_gil(&CapturedGraph::end))
       .def("replay", &replay, py::arg("launch"));
+  m.def("set_thread_has_pool", &cuda::setThreadHasPool, py::arg("has"));
   m.def("captures_graphs", [] {
     const Context* now = Context::ifCreated();
     return now != nullptr && now->backend() == Backend::Cuda;

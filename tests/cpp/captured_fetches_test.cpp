@@ -20,21 +20,10 @@ CoreOptions graphOptions(std::uint64_t seed = 0, std::size_t ringBytes = 1 << 20
   return options;
 }
 
-struct Blocks {
-  Blocks(GraphRig& rig, int count) {
-    for (int k = 0; k < count; ++k) {
-      owned.push_back(rig.newBlock(pattern(k, kBytes)));
-      all.push_back(owned.back().get());
-    }
-  }
-  std::vector<GraphRig::BlockPtr> owned;
-  std::vector<Block*> all;
-};
-
 TEST(CapturedFetches, AReplayReadsWhatTheHostHasThen) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     GraphRig rig(graphOptions(seed));
-    Blocks blocks(rig, 4);
+    Blocks blocks(rig, 4, kBytes);
     Reader reader(rig);
     reader.capture(blocks.all);
     for (int round = 0; round < 3; ++round) {
@@ -50,7 +39,7 @@ TEST(CapturedFetches, AReplayReadsWhatTheHostHasThen) {
 TEST(CapturedFetches, WhatHasNoRoomUsesMemoryAgain) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     GraphRig rig(graphOptions(seed, 2 * kPiece));
-    Blocks blocks(rig, 8);
+    Blocks blocks(rig, 8, kBytes);
     const std::size_t before = rig.sim.bytesInUse(0);
     Reader reader(rig);
     reader.capture(blocks.all);
@@ -65,7 +54,7 @@ TEST(CapturedFetches, WhatHasNoRoomUsesMemoryAgain) {
 
 TEST(CapturedFetches, SmallTensorsDoNotTakeLargeMemory) {
   GraphRig rig(graphOptions(0, 1 << 14));
-  Blocks small(rig, 4);
+  Blocks small(rig, 4, kBytes);
   const auto large = rig.newBlock(pattern(9, 1 << 14));
   Reader reader(rig);
   reader.capture({large.get(), small.all[0], small.all[1], large.get(), small.all[2], small.all[3], large.get()});
@@ -79,7 +68,7 @@ TEST(CapturedFetches, LateCopies) {
   CoreOptions options = graphOptions(0, kPiece);
   options.cache.copyDelay = std::chrono::microseconds(100);
   GraphRig rig(options);
-  Blocks blocks(rig, 3);
+  Blocks blocks(rig, 3, kBytes);
   Reader reader(rig);
   reader.capture(blocks.all);
   for (int round = 0; round < 2; ++round) reader.replay(reader.stream);
@@ -106,7 +95,7 @@ TEST(CapturedFetches, OneDeviceEach) {
 
 TEST(CapturedFetches, WhatAPinHoldsIsNotUsedAgain) {
   GraphRig rig(graphOptions(0, kPiece));
-  Blocks blocks(rig, 4);
+  Blocks blocks(rig, 4, kBytes);
   Reader reader(rig);
   reader.begin();
   Pin held = rig.cache.fetch(*blocks.all[0], {0, kBytes}, reader.stream);
@@ -128,7 +117,7 @@ TEST(CapturedFetches, WhatAPinHoldsIsNotUsedAgain) {
 TEST(CapturedFetches, GraphsShareMemoryAndFollowEachOther) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     GraphRig rig(graphOptions(seed));
-    Blocks blocks(rig, 4);
+    Blocks blocks(rig, 4, kBytes);
     Reader first(rig);
     Reader second(rig);
     first.capture({blocks.all[0], blocks.all[1]});
@@ -166,7 +155,7 @@ TEST(CapturedFetches, WhatIsNewerOnTheDeviceGoesHomeFirst) {
 // Each comes behind all that the others have told of.
 TEST(CapturedFetches, OneThreadLaunchesAtATime) {
   GraphRig rig(graphOptions());
-  Blocks blocks(rig, 2);
+  Blocks blocks(rig, 2, kBytes);
   Reader first(rig);
   Reader second(rig);
   first.capture({blocks.all[0]});
@@ -209,7 +198,7 @@ TEST(CapturedFetches, WhatTheHostIsAboutToDoIsDoneFirst) {
 
 TEST(CapturedFetches, AGraphKeepsItsBlocks) {
   GraphRig rig(graphOptions());
-  Blocks blocks(rig, 2);
+  Blocks blocks(rig, 2, kBytes);
   Reader reader(rig);
   reader.capture({blocks.all[0], blocks.all[1], blocks.all[0]});
   EXPECT_EQ(reader.fetches->blocks().size(), 2U);
@@ -240,7 +229,7 @@ TEST(CapturedFetches, APinThatOutlivesItsGraphKeepsItsMemory) {
 TEST(CapturedFetches, SideStreamsOfACapture) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     GraphRig rig(graphOptions(seed, kPiece));
-    Blocks blocks(rig, 3);
+    Blocks blocks(rig, 3, kBytes);
     Reader reader(rig);
     const Stream side = rig.sim.createStream(0);
     reader.begin();
@@ -271,7 +260,7 @@ TEST(CapturedFetches, SideStreamsOfACapture) {
 
 TEST(CapturedFetches, MemoryThatAnotherStreamReadsIsNotUsedAgain) {
   GraphRig rig(graphOptions(0, kPiece));
-  Blocks blocks(rig, 2);
+  Blocks blocks(rig, 2, kBytes);
   Reader reader(rig);
   reader.begin();
   rig.cache.fetch(*blocks.all[0], {0, kBytes}, reader.stream)
@@ -329,7 +318,7 @@ TEST(CapturedFetches, NoMemoryForTheCopiesIsTold) {
   CoreOptions options = graphOptions(0, 1 << 14);
   options.sim.deviceBytes = 1 << 14;
   GraphRig rig(options);
-  Blocks blocks(rig, 20);
+  Blocks blocks(rig, 20, kBytes);
   Reader reader(rig);
   std::vector<Pin> pins;
   reader.begin();
@@ -353,7 +342,7 @@ TEST(CapturedFetches, AnyCallMayFail) {
     ASSERT_LT(n, 1000U);
     SCOPED_TRACE("call " + std::to_string(n));
     GraphRig rig(graphOptions(n, 2 * kPiece));
-    Blocks blocks(rig, 4);
+    Blocks blocks(rig, 4, kBytes);
     Reader reader(rig);
     rig.link.fail(n);
     std::exception_ptr failure;

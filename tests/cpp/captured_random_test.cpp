@@ -43,7 +43,7 @@ class Program {
     CoreOptions options;
     options.sim.seed = seed;
     options.cache.ringBytes = 1 + random.below(5'000);
-    options.cache.budgetBytes = random.below(3) * 1'500;
+    options.cache.budgetBytes = random.below(4) * 2'500; // half of it for held copies of some 900 bytes
     options.cache.poison = random.oneIn(2);
     options.cache.hostJobs = random.oneIn(2) ? HostJobs::When::Wanted : HostJobs::When::Soon;
     return options;

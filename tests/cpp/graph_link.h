@@ -71,6 +71,11 @@ class GraphLink : public FaultLink {
     enqueue(stream, [=, this](Stream on) { sim_.launch(on, body, reads, writes); });
   }
 
+  /// To the device, by replays too, since the last call.
+  int copiesSince() {
+    return std::exchange(copies_, 0);
+  }
+
   std::uint64_t captureOf(Stream stream) override {
     mayFail(stream);
     return isCaptured(stream) ? id_ : 0;
@@ -105,9 +110,15 @@ class GraphLink : public FaultLink {
     FaultLink::synchronize(event);
   }
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override {
-    if (!isCaptured(stream)) return FaultLink::copyToDevice(device, host, bytes, stream);
+    if (!isCaptured(stream)) {
+      ++copies_;
+      return FaultLink::copyToDevice(device, host, bytes, stream);
+    }
     mayFail(stream);
-    enqueue(stream, [=, this](Stream on) { sim_.copyToDevice(device, host, bytes, on); });
+    enqueue(stream, [=, this](Stream on) {
+      ++copies_;
+      sim_.copyToDevice(device, host, bytes, on);
+    });
   }
   void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override {
     EXPECT_FALSE(isCaptured(stream));
@@ -150,6 +161,7 @@ class GraphLink : public FaultLink {
   SimLink& sim_;
   std::unique_ptr<Graph> current_;
   std::uint64_t id_ = 0;
+  int copies_ = 0;
   std::set<Event> ofGraphs_;
   std::vector<Stream> streams_; // of replays
   std::vector<Event> events_;

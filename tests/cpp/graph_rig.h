@@ -11,6 +11,18 @@
 namespace offload::core_test {
 
 using GraphRig = BasicRig<GraphLink>;
+
+struct Blocks {
+  Blocks(GraphRig& rig, int count, std::size_t bytes) {
+    for (int k = 0; k < count; ++k) {
+      owned.push_back(rig.newBlock(pattern(static_cast<std::uint64_t>(k), bytes)));
+      all.push_back(owned.back().get());
+    }
+  }
+  std::vector<GraphRig::BlockPtr> owned;
+  std::vector<Block*> all;
+};
+
 /// A graph that reads Blocks one after the other, and what it saw last.
 struct Reader {
   explicit Reader(GraphRig& over) : rig(over) {}

@@ -1,11 +1,11 @@
-"""torch.compile with CUDA graphs: PyTorch captures what is between the fetches, and leaves these out."""
+"""torch.compile with CUDA graphs: fetches are captured where all of a graph is, and left out where it falls into parts."""
 
 import copy
 
 import pytest
 import torch
 from compiling import fresh_compiler  # noqa: F401 - a fixture for all tests
-from helpers import COMPUTE, OFFLOAD, assert_same, data, grads, layers
+from helpers import COMPUTE, OFFLOAD, assert_same, at, data, grads, layers
 from torch._dynamo.utils import counters
 
 import torch_offload
@@ -39,10 +39,64 @@ def test_inference(budget):
     with torch.no_grad():
         for k in range(4):  # the third is a replay
             assert_same(step(data(3, 32, seed=k)).clone(), expected(data(3, 32, seed=k)))
-        assert counters["inductor"]["cudagraph_partitions"] > 0
+        assert counters["inductor"]["cudagraph_partitions"] == 2, "one of each model's"
         for changed in (plain, model):
             changed.load_state_dict({name: 2 * value for name, value in changed.state_dict().items()})
         assert_same(step(data(3, 32)).clone(), expected(data(3, 32)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", ["auto", 0])
+def test_weights_that_change_between_replays(budget):
+    torch_offload.set_budget(budget)
+    torch.manual_seed(0)
+    plain = layers(6, 32).to(COMPUTE)
+    model = copy.deepcopy(plain).to(OFFLOAD)
+    step, expected = graphed(model), torch.compile(plain, fullgraph=True)
+    for k in range(6):
+        x = data(3, 32, seed=k)
+        before = torch_offload.stats()["fetches"]
+        assert_same(step(x).clone(), expected(x))
+        assert k < 3 or torch_offload.stats()["fetches"] == before, "a replay asks no cache"
+        for changed in (plain, model):
+            for parameter in changed.parameters():
+                parameter.copy_(parameter.cpu() * 0.9)
+
+
+@torch.no_grad()
+def test_a_fetched_tensor_that_is_returned():
+    """It would be memory of no pool: its fetch, and with it all others, is left out."""
+    weight, x = at(OFFLOAD, 32, 32), data(3, 32)
+
+    def both(x):
+        return torch.ops.offload.fetch(weight, x.device), torch.relu(x @ weight)
+
+    step = graphed(both)
+    for _ in range(4):
+        found, product = step(x)
+        assert_same(found.clone(), weight.to(COMPUTE))
+        assert_same(product.clone(), torch.relu(x @ weight.to(COMPUTE)))
+
+
+def test_training_over_frozen_weights():
+    """The backward, too, is one graph with its own fetches."""
+    torch.manual_seed(0)
+    plain = layers(4, 32).requires_grad_(False)
+    found = []
+    for device in (COMPUTE, OFFLOAD):
+        torch.compiler.reset()
+        counters.clear()
+        model = copy.deepcopy(plain).to(device)
+        scale = torch.ones(32, device=COMPUTE, requires_grad=True)
+        step = graphed(lambda x, model=model, scale=scale: model(x * scale))
+        gradients = []
+        for k in range(5):
+            scale.grad = None
+            step(data(3, 32, seed=k)).square().mean().backward()
+            gradients.append(scale.grad.clone())
+        assert counters["inductor"]["cudagraph_partitions"] == 2
+        found.append(gradients)
+    assert_same(found[1], found[0])
 
 
 def test_training():

@@ -7,7 +7,10 @@ that it generates touch none of their bytes, which copies may be writing at the 
   - the devices of a graph are counted without offload, but its own pass also runs where only what is inside of the graph is on
     offload; and no offload tensor is laid out anew for a convolution;
   - memory that a fetch gave is the cache's, and what is given away is a Block's: inductor reuses neither for other values, and
-    frees both after their last use. These are the four overrides here, which hold for 2.11 to 2.15;
+    frees both after their last use;
+  - with CUDA graphs (`mode="reduce-overhead"`) a fetch is captured where all of the graph is. Where anything else has to be left
+    out, and cuts the graph into parts, fetches are left out too: from part to part goes memory of the CUDA graphs' pool alone, which
+    a fetch's isn't. These are the five overrides here, which hold for 2.11 to 2.15;
   - what is left of operations on offload tensors is moved to the device (`on_device`);
   - a kernel over offload tensors is refused.
 register() runs when inductor first compiles something and asks the device module for a backend (``torch.offload.Scheduling``).
@@ -17,6 +20,7 @@ import functools
 from typing import Any, NoReturn
 
 import torch
+from torch._inductor import config
 from torch._inductor.codegen.common import register_backend_for_device
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
@@ -25,6 +29,7 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.scheduler import Scheduler
 from torch._inductor.utils import GPU_ALIGN_BYTES, tensor_is_aligned
 from torch._inductor.virtualized import V
 
@@ -33,6 +38,8 @@ from torch_offload.compile.graphs import FETCH, GIVE, STASH, home_of
 from torch_offload.compile.on_device import OnDevice
 
 _OF_OTHERS = "torch_offload_memory_of_others"  # names of buffers, on the graph that is being lowered
+_CAPTURES = "torch_offload_captures_fetches"  # on a scheduler
+_FETCHES = (FETCH, torch.ops.offload.fetch.aligned)
 
 
 class _NoKernels(CppScheduling):
@@ -43,9 +50,15 @@ class _NoKernels(CppScheduling):
         )
 
 
+def _is_fetch(node: Any) -> bool:
+    """Of a node of the scheduler's."""
+    return getattr(node.node, "op_overload", None) in _FETCHES
+
+
 def _override() -> None:
     count, prefer_channels_last = GraphLowering.add_device_info, GraphLowering.find_nodes_prefer_channels_last
     devices_outside, free = post_grad.get_all_devices, PythonWrapperCodegen.codegen_free
+    cuts = Scheduler.should_partition
 
     @functools.wraps(count)
     def add_device_info(self: GraphLowering, device: torch.device) -> None:
@@ -72,6 +85,24 @@ def _override() -> None:
             self.freed.add(name)
             self.writeline(FreeLine(self, buffer))
 
+    def captures_fetches(scheduler: Scheduler) -> bool:
+        known = vars(scheduler)
+        if _CAPTURES not in known:
+            outputs = set(V.graph.get_output_names())
+            known[_CAPTURES] = all(
+                outputs.isdisjoint(node.get_buffer_names()) if _is_fetch(node) else cuts(scheduler, node) is None
+                for node in scheduler.nodes
+            )
+        return known[_CAPTURES]
+
+    @functools.wraps(cuts)
+    def should_partition(self: Scheduler, node: Any) -> str | None:
+        reason = cuts(self, node)
+        if reason is not None and config.triton.cudagraphs and _is_fetch(node) and captures_fetches(self):
+            return None
+        return reason
+
+    Scheduler.should_partition = should_partition
     GraphLowering.add_device_info = add_device_info
     GraphLowering.find_nodes_prefer_channels_last = find_nodes_prefer_channels_last
     post_grad.get_all_devices = get_all_devices
