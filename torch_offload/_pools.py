@@ -1,8 +1,8 @@
 """Pools that PyTorch's allocator serves a thread from: what the cache takes meanwhile is not for them.
 
-``torch.cuda.use_mem_pool`` sends all requests of a thread to a pool, and so do the CUDA graphs of ``torch.compile`` while they warm
-up, which then count what is left in it. The cache's memory outlives both. The allocator tells nobody who is served so, so the
-calls with which this begins and ends are followed.
+``torch.cuda.use_mem_pool`` sends all requests of a thread to a pool, and so do the CUDA graphs of ``torch.compile`` while they
+warm up, which then count what is left in it. The cache's memory outlives both. The allocator tells nobody who is served so, so
+the calls with which this begins and ends are followed.
 """
 
 import functools

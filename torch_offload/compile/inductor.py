@@ -8,9 +8,9 @@ that it generates touch none of their bytes, which copies may be writing at the 
     offload; and no offload tensor is laid out anew for a convolution;
   - memory that a fetch gave is the cache's, and what is given away is a Block's: inductor reuses neither for other values, and
     frees both after their last use;
-  - with CUDA graphs (`mode="reduce-overhead"`) a fetch is captured where all of the graph is. Where anything else has to be left
-    out, and cuts the graph into parts, fetches are left out too: from part to part goes memory of the CUDA graphs' pool alone, which
-    a fetch's isn't. These are the five overrides here, which hold for 2.11 to 2.15;
+  - with CUDA graphs (`mode="reduce-overhead"`) a fetch is captured where all of the graph is. Where anything else has to be
+    left out, and cuts the graph into parts, fetches are left out too: from part to part goes memory of the CUDA graphs' pool
+    alone, which a fetch's isn't. These are the five overrides here, which hold for 2.11 to 2.15;
   - what is left of operations on offload tensors is moved to the device (`on_device`);
   - a kernel over offload tensors is refused.
 register() runs when inductor first compiles something and asks the device module for a backend (``torch.offload.Scheduling``).
