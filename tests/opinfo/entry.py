@@ -238,7 +238,7 @@ class Entry(Findings):
                         same = self.is_another_truth(what, call, sample, gradient, actual, there, random_values)
                     if not same:
                         again = partial(self.run, what, call.to((), gradient), sample)
-                        compare(actual, expected, self.sameness(again, expected) if stable else None, "")
+                        compare(actual, expected, sameness(again, expected) if stable else None, "")
                     self.check_devices(what, mode, there, actual, expected)
                     if what == "view":
                         self.check_views(there, actual, expected, call, sample)
@@ -246,14 +246,6 @@ class Entry(Findings):
                     operands = f"on offload: {sorted(place)} of {len(call.movable)}"
                     self.failures[mode, what] = f"{type(error).__name__}: {first_line(error)} [{operands}]"
                     break
-
-    def sameness(self, again: Callable[[], dict], expected: dict) -> Same | None:
-        """How much of ``expected`` the plain device gives each time."""
-        if not GPU:
-            return same_bits
-        if varies(again, partial(matches, expected=expected)):
-            return None
-        return nearly if may_vary(again) else same_bits
 
     def is_another_truth(
         self, what: str, call: Call, sample: Any, gradient: bool, actual: dict, there: Call, random_values: bool
@@ -369,6 +361,15 @@ def matches(actual: dict, expected: dict, values: Same | None = same_bits) -> bo
     except DifferenceError:
         return False
     return True
+
+
+def sameness(again: Callable[[], dict], expected: dict) -> Same | None:
+    """How much of ``expected`` the plain device gives each time that ``again`` asks it."""
+    if not GPU:
+        return same_bits
+    if varies(again, partial(matches, expected=expected)):
+        return None
+    return nearly if may_vary(again) else same_bits
 
 
 def first_line(error: Exception) -> str:

@@ -12,11 +12,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from entry import Findings, NoAnswerError, check_gradients, compare, cotangents, fill_new_memory, first_line, matches
+from entry import (
+    Findings,
+    NoAnswerError,
+    check_gradients,
+    compare,
+    cotangents,
+    fill_new_memory,
+    first_line,
+    matches,
+    same_bits,
+    sameness,
+)
 from helpers import COMPUTE, GPU, OFFLOAD
 from operands import carry, tensors_in
 from torch.utils import _pytree as pytree
-from truth import HostDraws, varies
+from truth import HostDraws
 
 # Where the module is, and where its inputs are.
 PLACES = {
@@ -82,14 +93,14 @@ class ModuleEntry(Findings):
             for home, there in PLACES[mode]:
                 try:
                     actual = self.run(what, module, home, inputs, there, 0)
-                    truth, steady = expected, matches(again, expected)
-                    if GPU and not matches(actual, expected, steady):
+                    truth, same = expected, same_bits if matches(again, expected) else None
+                    if GPU and not matches(actual, expected, same):
                         plain = partial(self.run, what, module, COMPUTE, inputs, COMPUTE, 0)
                         # A lazy module on offload draws its weights as any other there does.
                         with HostDraws():
                             truth = plain()
-                        steady = steady and not varies(plain, partial(matches, expected=expected))
-                    compare(actual, truth, steady, "")
+                        same = sameness(plain, expected) if same else None
+                    compare(actual, truth, same, "")
                 except Exception as error:
                     reason = f"{type(error).__name__}: {first_line(error)}"
                     self.failures[mode, what] = f"{reason} [module on {home.type}, inputs on {there.type}]"
