@@ -45,9 +45,7 @@ TEST(CapturedFetches, WhatHasNoRoomUsesMemoryAgain) {
     reader.capture(blocks.all);
     EXPECT_LE(rig.sim.bytesInUse(0) - before, 2 * std::size_t{1536});
     for (int round = 0; round < 2; ++round) {
-      reader.replay(reader.stream);
-      rig.sim.drain();
-      reader.expect({0, 1, 2, 3, 4, 5, 6, 7});
+      reader.replayAndExpect({0, 1, 2, 3, 4, 5, 6, 7});
     }
   }
 }
@@ -59,21 +57,21 @@ TEST(CapturedFetches, SmallTensorsDoNotTakeLargeMemory) {
   Reader reader(rig);
   reader.capture({large.get(), small.all[0], small.all[1], large.get(), small.all[2], small.all[3], large.get()});
   EXPECT_EQ(reader.fetches->staging().bytes(), (std::size_t{1} << 14) + kAlignment + kPiece);
-  reader.replay(reader.stream);
-  rig.sim.drain();
-  reader.expect({9, 0, 1, 9, 2, 3, 9});
+  reader.replayAndExpect({9, 0, 1, 9, 2, 3, 9});
 }
 
 TEST(CapturedFetches, LateCopies) {
-  CoreOptions options = graphOptions(0, kPiece);
-  options.cache.copyDelay = std::chrono::microseconds(100);
-  GraphRig rig(options);
-  Blocks blocks(rig, 3, kBytes);
-  Reader reader(rig);
-  reader.capture(blocks.all);
-  for (int round = 0; round < 2; ++round) reader.replay(reader.stream);
-  rig.sim.drain();
-  reader.expect({0, 1, 2});
+  for (const std::size_t budget : {std::size_t{0}, 4 * kPiece}) { // all pass, or two are held
+    CoreOptions options = graphOptions(0, kPiece);
+    options.cache.budgetBytes = budget;
+    options.cache.copyDelay = std::chrono::microseconds(100);
+    GraphRig rig(options);
+    Blocks blocks(rig, 3, kBytes);
+    Reader reader(rig);
+    reader.capture(blocks.all);
+    EXPECT_EQ(reader.fetches->held().size(), budget / 2 / kPiece);
+    for (int round = 0; round < 2; ++round) reader.replayAndExpect({0, 1, 2});
+  }
 }
 
 TEST(CapturedFetches, OneDeviceEach) {
@@ -189,9 +187,7 @@ TEST(CapturedFetches, WhatTheHostIsAboutToDoIsDoneFirst) {
         const Bytes value = pattern(100 + round, kBytes);
         std::memcpy(block->data, value.data(), kBytes);
       });
-      reader.replay(reader.stream);
-      rig.sim.drain();
-      reader.expect({100 + round});
+      reader.replayAndExpect({100 + round});
     }
   }
 }
@@ -268,9 +264,7 @@ TEST(CapturedFetches, MemoryThatAnotherStreamReadsIsNotUsedAgain) {
   reader.read(*blocks.all[1]);
   reader.end();
   EXPECT_EQ(reader.fetches->staging().bytes(), 2 * kPiece);
-  reader.replay(reader.stream);
-  rig.sim.drain();
-  reader.expect({1});
+  reader.replayAndExpect({1});
 }
 
 TEST(CapturedFetches, PartsOfABlockKeepTheirAlignment) {

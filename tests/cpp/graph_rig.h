@@ -62,6 +62,11 @@ struct Reader {
     ASSERT_EQ(seen.size(), tags.size());
     for (std::size_t k = 0; k < tags.size(); ++k) EXPECT_EQ(*seen[k], pattern(tags[k], seen[k]->size())) << "read " << k;
   }
+  void replayAndExpect(const std::vector<int>& tags) {
+    replay(stream);
+    rig.sim.drain();
+    expect(tags);
+  }
 
   GraphRig& rig;
   Stream stream = rig.sim.createStream(0);
