@@ -1,9 +1,9 @@
 """A decode step in a CUDA graph: one token through blocks so small that their launches take longer than their work.
 
 Weights on CUDA, and on offload with all of them on the GPU and with none; called, and replayed from a graph of
-``torch.cuda.graph``. The budget decides which, at a call what the cache keeps and at a capture what the graph holds. The bound
-is the resident graph, and where nothing stays on the GPU the bytes over the link if that is longer. Results are compared bit
-for bit with the resident ones.
+``torch.cuda.graph``, or with ``--compiled`` from those of ``torch.compile(mode="reduce-overhead")`` too. The budget decides
+which, at a call what the cache keeps and at a capture what the graph holds. The bound is the resident graph, and where
+nothing stays on the GPU the bytes over the link if that is longer. Results are compared bit for bit with the resident ones.
 """
 
 import sys
@@ -46,8 +46,24 @@ def called(model: nn.Module, x: Tensor, budget: str | int) -> Step:
     return step
 
 
+def compiled(model: nn.Module, x: Tensor, budget: str | int = "auto") -> tuple[Step, Tensor]:
+    """The step, and what it gave once it was a replay."""
+    torch_offload.set_budget(budget)
+    compiled_model = torch.compile(model, mode="reduce-overhead")
+
+    def step() -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled_model(x)
+
+    for _ in range(4):  # compiled, warmed up, captured and replayed
+        result = step().clone()
+    return step, result
+
+
 @torch.no_grad()
-def decode(shape: Shape, count: int, rounds: int, rate: float, device: torch.device) -> list[dict]:
+def decode(
+    shape: Shape, count: int, rounds: int, rate: float, device: torch.device, *, with_compiled: bool
+) -> list[dict]:
     resident = make_blocks(count, shape, torch.bfloat16, device)
     offloaded = copied_to(resident, "offload")
     x = make_input(1, shape, torch.bfloat16, device)
@@ -61,6 +77,13 @@ def decode(shape: Shape, count: int, rounds: int, rate: float, device: torch.dev
             graph.replay()
             same = same and equal(y, graphs["resident"][1])
             variants[f"{name}, a graph"] = graph.replay
+    if with_compiled:
+        steps = {"resident": compiled(resident, x)}
+        # A model each: graphs of one would share what one of them holds.
+        steps |= {f"offload, {name}": compiled(copied_to(resident, "offload"), x, to) for name, to in BUDGETS.items()}
+        for name, (step, y) in steps.items():
+            same = same and equal(y, steps["resident"][1])
+            variants[f"{name}, compiled"] = step
     timed = measure(variants, rounds)
     torch_offload.set_budget("auto")
     need = parameter_bytes(offloaded) / rate
@@ -77,12 +100,17 @@ def decode(shape: Shape, count: int, rounds: int, rate: float, device: torch.dev
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds=20).parse_args()
+    parser = arguments(__doc__, rounds=20)
+    parser.add_argument("--compiled", action="store_true")
+    options = parser.parse_args()
     device = compute_device(options.tiny)
     rates = link_rates(options.tiny)
     print(rates)
     count, rounds = (2, 2) if options.tiny else (24, options.rounds)
-    record = {name: decode(shape, count, rounds, rates.down, device) for name, shape in SHAPES.items()}
+    record = {
+        name: decode(shape, count, rounds, rates.down, device, with_compiled=options.compiled)
+        for name, shape in SHAPES.items()
+    }
     write_record("graphs", record)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from compiling import fresh_compiler  # noqa: F401 - a fixture for all tests
 from helpers import COMPUTE, OFFLOAD, assert_same, at, data, grads, layers
-from torch._dynamo.utils import counters
 
 import torch_offload
 
@@ -37,7 +36,7 @@ def test_inference(budget):
     plain = layers(6, 32).to(COMPUTE)
     model = copy.deepcopy(plain).to(OFFLOAD)
     step, expected = graphed(model), torch.compile(plain, fullgraph=True)
-    for k in range(6):  # the third is a replay
+    for k in range(6):  # the third is the first replay
         x = data(3, 32, seed=k)
         before = torch_offload.stats()["fetches"]
         assert_same(step(x).clone(), expected(x))
@@ -45,7 +44,6 @@ def test_inference(budget):
         for changed in (plain, model):
             for parameter in changed.parameters():
                 parameter.copy_(parameter.cpu() * 0.9)
-    assert counters["inductor"]["cudagraph_partitions"] == 2, "one of each model's"
     for changed in (plain, model):
         changed.load_state_dict({name: 2 * value for name, value in changed.state_dict().items()})
     assert_same(step(data(3, 32)).clone(), expected(data(3, 32)))
@@ -73,16 +71,16 @@ def test_training_over_frozen_weights():
     found = []
     for device in (COMPUTE, OFFLOAD):
         torch.compiler.reset()
-        counters.clear()
         model = copy.deepcopy(plain).to(device)
         scale = torch.ones(32, device=COMPUTE, requires_grad=True)
         step = graphed(lambda x, model=model, scale=scale: model(x * scale))
         gradients = []
         for k in range(5):
             scale.grad = None
+            before = torch_offload.stats()["fetches"]
             step(data(3, 32, seed=k)).square().mean().backward()
+            assert k < 3 or torch_offload.stats()["fetches"] == before, "a replay asks no cache"
             gradients.append(scale.grad.clone())
-        assert counters["inductor"]["cudagraph_partitions"] == 2
         found.append(gradients)
     assert_same(found[1], found[0])
 

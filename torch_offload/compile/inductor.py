@@ -10,7 +10,8 @@ that it generates touch none of their bytes, which copies may be writing at the 
     frees both after their last use;
   - with CUDA graphs (`mode="reduce-overhead"`) a fetch is captured where all of the graph is. Where anything else has to be
     left out, and cuts the graph into parts, fetches are left out too: from part to part goes memory of the CUDA graphs' pool
-    alone, which a fetch's isn't. These are the five overrides here, which hold for 2.11 to 2.15;
+    alone, which a fetch's isn't. And a part returns none of its offload inputs, as it would what others read behind it: their
+    caller has them. These are the six overrides here, which hold for 2.11 to 2.15;
   - what is left of operations on offload tensors is moved to the device (`on_device`);
   - a kernel over offload tensors is refused.
 register() runs when inductor first compiles something and asks the device module for a backend (``torch.offload.Scheduling``).
@@ -27,7 +28,7 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.codegen.wrapper import FreeLine, PythonWrapperCodegen
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import ExternKernel
+from torch._inductor.ir import ExternKernel, MultiOutput
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.utils import GPU_ALIGN_BYTES, tensor_is_aligned
@@ -51,14 +52,20 @@ class _NoKernels(CppScheduling):
 
 
 def _is_fetch(node: Any) -> bool:
-    """Of a node of the scheduler's."""
-    return getattr(node.node, "op_overload", None) in _FETCHES
+    """Of a node of the scheduler's: the call, or the node that stands for what it returns."""
+    call = node.node.inputs[0] if isinstance(node.node, MultiOutput) else node.node
+    return getattr(call, "op_overload", None) in _FETCHES
+
+
+def _is_on_offload(buffer: Any) -> bool:
+    device = buffer.get_device()
+    return device is not None and device.type == "offload"
 
 
 def _override() -> None:
     count, prefer_channels_last = GraphLowering.add_device_info, GraphLowering.find_nodes_prefer_channels_last
     devices_outside, free = post_grad.get_all_devices, PythonWrapperCodegen.codegen_free
-    cuts = Scheduler.should_partition
+    cuts, signatures_of = Scheduler.should_partition, Scheduler.get_graph_partition_signature
 
     @functools.wraps(count)
     def add_device_info(self: GraphLowering, device: torch.device) -> None:
@@ -102,7 +109,15 @@ def _override() -> None:
             return None
         return reason
 
+    @functools.wraps(signatures_of)
+    def get_graph_partition_signature(self: Scheduler, *args: Any, **kwargs: Any) -> list[Any]:
+        found = signatures_of(self, *args, **kwargs)
+        for signature in found:
+            signature.output_nodes[:] = (node for node in signature.output_nodes if not _is_on_offload(node))
+        return found
+
     Scheduler.should_partition = should_partition
+    Scheduler.get_graph_partition_signature = get_graph_partition_signature
     GraphLowering.add_device_info = add_device_info
     GraphLowering.find_nodes_prefer_channels_last = find_nodes_prefer_channels_last
     post_grad.get_all_devices = get_all_devices
