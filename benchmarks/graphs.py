@@ -2,11 +2,12 @@
 
 Weights on CUDA, and on offload with all of them on the GPU and with none; called, and replayed from a graph of
 ``torch.cuda.graph``, or with ``--compiled`` from those of ``torch.compile(mode="reduce-overhead")`` too. The budget decides
-which, at a call what the cache keeps and at a capture what the graph holds. The bound is the resident graph, and where
+which, at a call what the cache keeps and at a capture what the graph holds. The bound is the fastest resident step, and where
 nothing stays on the GPU the bytes over the link if that is longer. Results are compared bit for bit with the resident ones.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,32 +24,27 @@ SHAPES = {
     "256 features": Shape(hidden=256, feed_forward=704, heads=4, kv_heads=4),
     "1,024 features": Shape(hidden=1024, feed_forward=2816, heads=8, kv_heads=8),
 }
-# A graph reads what an earlier one holds, so that which is to hold nothing is captured first.
-BUDGETS: dict[str, str | int] = {"streamed": 0, "on the GPU": "auto"}
+Way = Callable[[nn.Module, Tensor], tuple[Step, Tensor]]
 
 
-def captured(model: nn.Module, x: Tensor, budget: str | int = "auto") -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    torch_offload.set_budget(budget)
+def called(model: nn.Module, x: Tensor) -> tuple[Step, Tensor]:
+    return lambda: model(x), model(x)
+
+
+def captured(model: nn.Module, x: Tensor) -> tuple[Step, Tensor]:
+    """A replay, and where it leaves its result."""
     graph = torch.cuda.CUDAGraph()
     for _ in range(3):
         model(x)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         y = model(x)
-    return graph, y
+    graph.replay()
+    return graph.replay, y
 
 
-def called(model: nn.Module, x: Tensor, budget: str | int) -> Step:
-    def step() -> None:
-        torch_offload.set_budget(budget)
-        model(x)
-
-    return step
-
-
-def compiled(model: nn.Module, x: Tensor, budget: str | int = "auto") -> tuple[Step, Tensor]:
+def compiled(model: nn.Module, x: Tensor) -> tuple[Step, Tensor]:
     """The step, and what it gave once it was a replay."""
-    torch_offload.set_budget(budget)
     compiled_model = torch.compile(model, mode="reduce-overhead")
 
     def step() -> Tensor:
@@ -61,41 +57,26 @@ def compiled(model: nn.Module, x: Tensor, budget: str | int = "auto") -> tuple[S
 
 
 @torch.no_grad()
-def decode(
-    shape: Shape, count: int, rounds: int, rate: float, device: torch.device, *, with_compiled: bool
-) -> list[dict]:
-    resident = make_blocks(count, shape, torch.bfloat16, device)
-    offloaded = copied_to(resident, "offload")
-    x = make_input(1, shape, torch.bfloat16, device)
-    variants = {"resident": lambda: resident(x)}
-    variants |= {f"offload, {name}": called(offloaded, x, budget) for name, budget in BUDGETS.items()}
-    same = equal(offloaded(x), resident(x))
-    if device.type == "cuda":
-        graphs = {"resident": captured(resident, x)}
-        graphs |= {f"offload, {name}": captured(offloaded, x, budget) for name, budget in BUDGETS.items()}
-        for name, (graph, y) in graphs.items():
-            graph.replay()
-            same = same and equal(y, graphs["resident"][1])
-            variants[f"{name}, a graph"] = graph.replay
-    if with_compiled:
-        steps = {"resident": compiled(resident, x)}
-        # A model each: graphs of one would share what one of them holds.
-        steps |= {f"offload, {name}": compiled(copied_to(resident, "offload"), x, to) for name, to in BUDGETS.items()}
-        for name, (step, y) in steps.items():
-            same = same and equal(y, steps["resident"][1])
-            variants[f"{name}, compiled"] = step
+def decode(resident: nn.Module, x: Tensor, rounds: int, rate: float, ways: dict[str, Way], keeps: bool) -> list[dict]:
+    """A budget's figures. What graphs hold is of one model, so each budget has one of its own."""
+    models = {"resident": resident, "offload": copied_to(resident, "offload")}
+    variants, same = {}, True
+    for way, steps in ways.items():
+        made = {place: steps(model, x) for place, model in models.items()}
+        same = same and equal(made["offload"][1], made["resident"][1])
+        variants |= {f"{place}, {way}": step for place, (step, _) in made.items()}
     timed = measure(variants, rounds)
-    torch_offload.set_budget("auto")
-    need = parameter_bytes(offloaded) / rate
-    least = timed.get("resident, a graph", timed["resident"]).median
-    bounds = {name: max(need, least) if "streamed" in name else least for name in timed}
+    size = parameter_bytes(resident)
+    need = size / rate
+    least = min(time.median for name, time in timed.items() if name.startswith("resident"))
+    bounds = {name: least if keeps or name.startswith("resident") else max(need, least) for name in timed}
     rows = [[name, ms(time.median), f"{bounds[name] / time.median:.3f}"] for name, time in timed.items()]
-    print(
-        f"\n{count} blocks, {parameter_bytes(offloaded) / 1e6:.0f} MB, the link needs {ms(need)} ms; same bits: {same}"
-    )
+    kept = "all weights" if keeps else "nothing"
+    print(f"\n{size / 1e6:.0f} MB, the link needs {ms(need)} ms; {kept} kept on the GPU; same bits: {same}")
     print_table(["one token", "median ms", "bound / it"], rows)
     return [
-        {"variant": name, "median": time.median, "bound": bounds[name], "same": same} for name, time in timed.items()
+        {"variant": name, "keeps": keeps, "median": time.median, "bound": bounds[name], "same": same}
+        for name, time in timed.items()
     ]
 
 
@@ -107,10 +88,19 @@ def main() -> None:
     rates = link_rates(options.tiny)
     print(rates)
     count, rounds = (2, 2) if options.tiny else (24, options.rounds)
-    record = {
-        name: decode(shape, count, rounds, rates.down, device, with_compiled=options.compiled)
-        for name, shape in SHAPES.items()
-    }
+    ways: dict[str, Way] = {"called": called}
+    if device.type == "cuda":
+        ways["a graph"] = captured
+    if options.compiled:
+        ways["compiled"] = compiled
+    record: dict[str, list[dict]] = {}
+    for name, shape in SHAPES.items():
+        resident = make_blocks(count, shape, torch.bfloat16, device)
+        x = make_input(1, shape, torch.bfloat16, device)
+        record[name] = []
+        for keeps, budget in ((False, 0), (True, "auto")):
+            torch_offload.set_budget(budget)
+            record[name] += decode(resident, x, rounds, rates.down, ways, keeps)
     write_record("graphs", record)
 
 
