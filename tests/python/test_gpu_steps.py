@@ -46,11 +46,14 @@ def train(model, optimizer, steps, first=0, **zeroing):
 
 
 def same(actual, expected):
-    """To the bit where the CPU plays the device's part; otherwise some steps are the host's, which rounds as it does."""
+    """To the bit where the CPU plays the device's part; otherwise some steps are the host's, which rounds as it does.
+
+    Adam's steps are of lr = 0.01 however small a gradient is, so they carry its rounding far: a hundredth of one is allowed.
+    """
     actual, expected = [p.detach().cpu() for p in actual], [p.detach().cpu() for p in expected]
     if GPU:
         low = actual[0].dtype == torch.bfloat16
-        torch.testing.assert_close(actual, expected, rtol=0.02 if low else 1e-4, atol=1e-3 if low else 1e-5)
+        torch.testing.assert_close(actual, expected, rtol=0.02 if low else 1e-4, atol=1e-3 if low else 1e-4)
     else:
         assert_same(actual, expected)
 
