@@ -54,6 +54,7 @@ EVERYTHING = [
 # Of the tests that start processes or compile, those that a cache could get wrong.
 SHARING = ["writes_between_forwards", "writes_of_a_child", "writes_of_a_child_into_a_result", "results_of_a_child"]
 REST = [
+    "test_bitsandbytes.py",
     "test_composites.py",
     "test_file_backed.py",
     "test_gpu_steps.py",
