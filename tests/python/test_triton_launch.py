@@ -4,12 +4,14 @@ Where there is no GPU, a function stands for the kernel, behind the same guard a
 """
 
 import functools
+import importlib.util
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import COMPUTE, HOST, OFFLOAD, assert_same, at, data, passes
 
+import torch_offload
 from torch_offload import _triton
 
 needs_cache = pytest.mark.skipif(HOST, reason="no kernel runs here")
@@ -136,11 +138,9 @@ def test_the_guard_is_there_whoever_comes_first(imports):
     )
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("tuned", [False, True])
-def test_a_real_kernel(tuned, tmp_path, monkeypatch):
-    import importlib.util
-
+@pytest.fixture
+def scaled(tmp_path, monkeypatch):
+    """A module with a kernel, as Triton reads its source from a file."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "scaled.py").write_text(
         "import triton\n"
@@ -155,10 +155,38 @@ def test_a_real_kernel(tuned, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("scaled", tmp_path / "scaled.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_real_kernel(tuned, scaled):
     x, weight, out = data(1000), at(OFFLOAD, 1000, seed=1).requires_grad_(), torch.zeros(1000, device=OFFLOAD)
     if tuned:
-        module.tuned[lambda given: (-(-1000 // given["size"]),)](x, weight, out, 1000)
+        scaled.tuned[lambda given: (-(-1000 // given["size"]),)](x, weight, out, 1000)
     else:
-        module.scale[(8,)](x, weight, out, 1000, size=128)
+        scaled.scale[(8,)](x, weight, out, 1000, size=128)
     assert_same(out, x * weight.detach().to(COMPUTE))
     assert_same(weight.detach(), at("cpu", 1000, seed=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_kernel_behind_an_operation(compiled, scaled):
+    """Of ``torch.library.triton_op``: the weight travels there, and nothing comes home."""
+
+    @torch.library.triton_op("offload_test::scaled", mutates_args=())
+    def scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        torch.library.wrap_triton(scaled.scale)[(8,)](x, weight, out, x.numel(), size=128)
+        return out
+
+    call = torch.compile(scale, fullgraph=True) if compiled else scale
+    x, weight = data(1000), at(OFFLOAD, 1000, seed=1)
+    torch_offload.synchronize()
+    before = torch_offload.memory_stats()["link.bytes_to_host"]
+    result = call(x, weight)
+    assert result.device == x.device
+    assert_same(result, x * weight.to(COMPUTE))
+    assert torch_offload.memory_stats()["link.bytes_to_host"] == before
+    assert_same(call(x.to(OFFLOAD), weight), result.to(OFFLOAD))
