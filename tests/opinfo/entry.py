@@ -253,8 +253,8 @@ class Entry(Findings):
         """Whether it is what the host gives, or the device from what the host has drawn."""
         if result_device(there.operands()) != OFFLOAD:
             return False
-        # What is written is written where it was born.
-        if random_values or what in ("inplace", "out"):
+        # Without operands it is made on the host, and what is written is written where it was born.
+        if random_values or not call.operands() or what in ("inplace", "out"):
             host = self.run(what, call.to((), gradient, plain=CPU), sample)
             if matches(actual, host):
                 return True
