@@ -91,5 +91,5 @@ def record(code: Callable[[list[Tensor]], None], operands: Sequence[Tensor]) -> 
     with torch.no_grad(), _Recorder(stand_ins) as recorder:
         code(stand_ins)
     program = _C.ElementwiseProgram(len(stand_ins), recorder.temporaries, recorder.steps)
-    program.try_out([operand.dtype for operand in operands])
+    program.prepare([operand.dtype for operand in operands])
     return program

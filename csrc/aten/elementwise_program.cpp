@@ -100,20 +100,31 @@ void ElementwiseProgram::run(
   bumpVersions();
 }
 
-void ElementwiseProgram::tryOut(const std::vector<c10::ScalarType>& types) const {
+void ElementwiseProgram::prepare(const std::vector<c10::ScalarType>& types) {
   std::vector<at::Tensor> operands;
   for (const c10::ScalarType type : types) operands.push_back(at::zeros({1}, type));
   runPieces(operands, 1);
+  preparedFor_ = types;
+  std::vector<c10::ScalarType> all = types;
+  all.insert(all.end(), temporaries_.begin(), temporaries_.end());
+  const bool one = std::ranges::all_of(all, [&all](c10::ScalarType type) { return type == all.front(); });
+  for (const ElementwiseStep& step : steps_) vectors_.push_back(one ? vectorStep(step, all.front()) : std::nullopt);
+}
+
+std::size_t ElementwiseProgram::vectorSteps() const {
+  return static_cast<std::size_t>(std::ranges::count_if(vectors_, [](const auto& vector) { return vector.has_value(); }));
 }
 
 void ElementwiseProgram::runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const {
   const std::int64_t elements = aliases.front().numel();
   const std::int64_t pieces = (elements + pieceElements - 1) / pieceElements;
+  const bool byVectors =
+      std::ranges::equal(aliases, preparedFor_, {}, [](const at::Tensor& alias) { return alias.scalar_type(); });
   at::parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
     const auto memory = withTemporaries(aliases, pieceElements);
     for (std::int64_t piece = begin; piece < end; ++piece) {
       const std::int64_t from = piece * pieceElements;
-      runPiece(memory, from, std::min(pieceElements, elements - from));
+      runPiece(memory, from, std::min(pieceElements, elements - from), byVectors);
     }
   });
 }
@@ -129,7 +140,7 @@ void ElementwiseProgram::runThere(const std::vector<at::Tensor>& tensors) const 
     throw OutOfMemory(OutOfMemory::Where::Device, 0, error.what_without_backtrace());
   }
   for (std::int64_t from = 0; from < elements; from += pieceElements) {
-    runPiece(memory, from, std::min(pieceElements, elements - from));
+    runPiece(memory, from, std::min(pieceElements, elements - from), false);
   }
 }
 
@@ -143,16 +154,34 @@ std::vector<at::Tensor> ElementwiseProgram::withTemporaries(
   return memory;
 }
 
-void ElementwiseProgram::runPiece(const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count) const {
+void ElementwiseProgram::runPiece(
+    const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count, bool byVectors) const {
   const at::AutoDispatchBelowADInplaceOrView belowAutograd;
   std::vector<at::Tensor> registers;
   for (std::size_t k = 0; k < memory.size(); ++k) registers.push_back(pieceOf(memory[k], k < operands_ ? from : 0, count));
-  torch::jit::Stack stack;
-  for (const ElementwiseStep& step : steps_) {
-    stack = step.arguments;
-    for (const auto& [argument, source] : step.registers) stack[argument] = registers[source];
-    step.op.callBoxed(&stack);
+  std::vector<std::byte*> addresses;
+  if (byVectors) {
+    for (const at::Tensor& one : registers) addresses.push_back(static_cast<std::byte*>(one.mutable_data_ptr()));
   }
+  torch::jit::Stack stack;
+  std::vector<VectorStep> together;
+  const auto runTogether = [&] {
+    if (!together.empty()) {
+      runVectorSteps(together, addresses, static_cast<std::size_t>(count), registers.front().element_size());
+    }
+    together.clear();
+  };
+  for (std::size_t k = 0; k < steps_.size(); ++k) {
+    if (byVectors && vectors_[k]) {
+      together.push_back(*vectors_[k]);
+      continue;
+    }
+    runTogether();
+    stack = steps_[k].arguments;
+    for (const auto& [argument, source] : steps_[k].registers) stack[argument] = registers[source];
+    steps_[k].op.callBoxed(&stack);
+  }
+  runTogether();
 }
 
 } // namespace offload

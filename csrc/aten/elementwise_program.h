@@ -8,25 +8,19 @@
 // once for each thread, since to get and to give back some 64 KiB costs malloc a system call and page faults, as much as the work.
 #pragma once
 
+#include "aten/elementwise_step.h"
+#include "aten/vector/step.h"
+
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace offload {
 
-/// One operation: where an argument is a register, its value is taken from there.
-struct ElementwiseStep {
-  c10::OperatorHandle op;
-  std::vector<c10::IValue> arguments; // by the schema, all of them
-  std::vector<std::pair<std::size_t, std::size_t>> registers; // argument and register
-};
-
-/// Registers are numbered from 0: first the operands, then temporaries. Steps make nothing: each writes to a register, in place or as
-/// `out=`, which its schema says.
+/// Steps make nothing: each writes to a register, in place or as `out=`, which its schema says.
 class ElementwiseProgram {
  public:
   ElementwiseProgram(std::size_t operands, std::vector<c10::ScalarType> temporaries, std::vector<ElementwiseStep> steps);
@@ -39,8 +33,11 @@ class ElementwiseProgram {
       std::shared_ptr<const ElementwiseProgram> program, const std::vector<at::Tensor>& operands, std::int64_t pieceElements);
 
   /// Runs the steps on an element of each operand's dtype, which throws what they throw whatever the values: of a number that
-  /// the dtype doesn't hold, say.
-  void tryOut(const std::vector<c10::ScalarType>& types) const;
+  /// the dtype doesn't hold, say. From then on vector kernels do those that they can, on operands of these dtypes on the host: Note
+  /// [Vector steps]. To be called once, before run().
+  void prepare(const std::vector<c10::ScalarType>& types);
+  /// How many of the steps vector kernels do.
+  std::size_t vectorSteps() const;
 
   /// Elements of a piece that, with a few operands of four bytes, a core's own cache holds.
   static constexpr std::int64_t kPieceElements = std::int64_t{1} << 14;
@@ -51,12 +48,14 @@ class ElementwiseProgram {
   void runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const;
   void runThere(const std::vector<at::Tensor>& tensors) const;
   std::vector<at::Tensor> withTemporaries(const std::vector<at::Tensor>& operands, std::int64_t elements) const;
-  void runPiece(const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count) const;
+  void runPiece(const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count, bool byVectors) const;
 
   std::size_t operands_;
   std::vector<c10::ScalarType> temporaries_;
   std::vector<ElementwiseStep> steps_;
   std::vector<bool> written_; // of the operands
+  std::vector<c10::ScalarType> preparedFor_;
+  std::vector<std::optional<VectorStep>> vectors_; // one for each step, once prepared
 };
 
 } // namespace offload

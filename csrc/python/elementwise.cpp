@@ -84,7 +84,8 @@ void bindElementwise(py::module_& m) {
         return std::make_shared<ElementwiseProgram>(operands, std::move(temporaries), std::move(read));
       }))
       .def_static("fits", &ElementwiseProgram::fits)
-      .def("try_out", &ElementwiseProgram::tryOut)
+      .def("prepare", &ElementwiseProgram::prepare)
+      .def_property_readonly("vector_steps", &ElementwiseProgram::vectorSteps)
       .def(
           "run",
           [](std::shared_ptr<ElementwiseProgram> program, const std::vector<at::Tensor>& operands, std::int64_t pieceElements) {

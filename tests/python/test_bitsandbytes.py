@@ -10,7 +10,16 @@ from collections import Counter
 import pytest
 import torch
 from helpers import COMPUTE, OFFLOAD, assert_same, at, data
-from quantized_models import MODES, WIDTH, bytes_of, check_bytes, check_training, devices_in, needs_cache, settings  # noqa: F401
+from quantized_models import (  # noqa: F401
+    MODES,
+    WIDTH,
+    bytes_of,
+    check_bytes,
+    check_training,
+    devices_in,
+    needs_cache,
+    settings,
+)
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode

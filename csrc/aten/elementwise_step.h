@@ -1,0 +1,21 @@
+// One operation of an elementwise program.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace offload {
+
+/// Where an argument is a register, its value is taken from there. Registers are numbered from 0: first the operands, then
+/// temporaries.
+struct ElementwiseStep {
+  c10::OperatorHandle op;
+  std::vector<c10::IValue> arguments; // by the schema, all of them
+  std::vector<std::pair<std::size_t, std::size_t>> registers; // argument and register
+};
+
+} // namespace offload

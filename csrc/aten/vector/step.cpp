@@ -1,0 +1,200 @@
+#include "aten/vector/step.h"
+
+#include "aten/vector/agreement.h"
+
+#include <ATen/ScalarOps.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace offload {
+namespace {
+
+// Elements that are taken together: with half a dozen registers, what the first level of a core's cache holds beside what it fetches
+// ahead.
+constexpr std::size_t kTileElements = 256;
+
+std::optional<VectorType> vectorType(c10::ScalarType type) {
+  switch (type) {
+    case c10::kFloat:
+      return VectorType::Float;
+    case c10::kDouble:
+      return VectorType::Double;
+    case c10::kBFloat16:
+      return VectorType::BFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// What Python code gave as a number for a tensor has no say in dtypes.
+bool isWrapped(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+std::optional<double> numberOf(const c10::IValue& value) {
+  if (value.isInt() || value.isDouble()) return value.toScalar().toDouble();
+  if (!isWrapped(value) || value.toTensor().is_complex()) return std::nullopt;
+  return value.toTensor().item().toDouble();
+}
+
+/// A step's arguments by name: registers, and numbers.
+class Arguments {
+ public:
+  explicit Arguments(const ElementwiseStep& step) : step_(step) {}
+
+  std::optional<std::size_t> reg(std::string_view name) const {
+    for (const auto& [argument, source] : step_.registers) {
+      if (nameOf(argument) == name) return source;
+    }
+    return std::nullopt;
+  }
+
+  std::optional<double> number(std::string_view name) const {
+    for (std::size_t k = 0; k < step_.arguments.size(); ++k) {
+      if (nameOf(k) == name) return numberOf(step_.arguments[k]);
+    }
+    return std::nullopt;
+  }
+
+ private:
+  const std::string& nameOf(std::size_t argument) const {
+    return step_.op.schema().arguments()[argument].name();
+  }
+
+  const ElementwiseStep& step_;
+};
+
+struct Call {
+  VectorOp op;
+  std::vector<std::optional<std::size_t>> from;
+  std::string_view numberName; // of the argument that is the number; empty where there is none
+  double factor = 1.0; // and what it is multiplied with
+};
+
+std::optional<Call> callOf(std::string_view name, const Arguments& given) {
+  const auto self = given.reg("self");
+  const auto other = given.reg("other");
+  if (name == "add" || name == "sub") {
+    const double sign = name == "add" ? 1.0 : -1.0;
+    if (other) return Call{VectorOp::AddScaled, {self, other}, "alpha", sign};
+    if (given.number("alpha") != 1.0) return std::nullopt;
+    return Call{VectorOp::AddNumber, {self}, "other", sign};
+  }
+  if (name == "mul") return other ? Call{VectorOp::Multiply, {self, other}, ""} : Call{VectorOp::MultiplyBy, {self}, "other"};
+  if (name == "div") return other ? Call{VectorOp::Divide, {self, other}, ""} : Call{VectorOp::DivideBy, {self}, "other"};
+  if (name == "lerp") return Call{VectorOp::Lerp, {self, given.reg("end")}, "weight"};
+  if (name == "addcmul") return Call{VectorOp::AddProduct, {self, given.reg("tensor1"), given.reg("tensor2")}, "value"};
+  if (name == "addcdiv") return Call{VectorOp::AddQuotient, {self, given.reg("tensor1"), given.reg("tensor2")}, "value"};
+  if (name == "sqrt") return Call{VectorOp::SquareRoot, {self}, ""};
+  if (name == "neg") return Call{VectorOp::Negative, {self}, ""};
+  if (name == "maximum") return Call{VectorOp::Maximum, {self, other}, ""};
+  return std::nullopt;
+}
+
+/// The operation's name, in place or not; none of those that round to integers.
+std::optional<std::string_view> nameOf(const c10::FunctionSchema& schema) {
+  std::string_view name = schema.name();
+  const std::string_view overload = schema.overload_name();
+  constexpr std::string_view aten = "aten::";
+  if (!name.starts_with(aten)) return std::nullopt;
+  name.remove_prefix(aten.size());
+  const bool inPlace = name.ends_with('_');
+  if (inPlace) name.remove_suffix(1);
+  const bool known = inPlace ? overload.empty() || overload == "Tensor" || overload == "Scalar"
+                             : overload == "out" || overload == "Scalar_out";
+  return known ? std::optional(name) : std::nullopt;
+}
+
+/// How a kernel might do it.
+std::optional<Call> callOf(const ElementwiseStep& step) {
+  const auto name = nameOf(step.op.schema());
+  if (!name) return std::nullopt;
+  const Arguments given(step);
+  auto call = callOf(*name, given);
+  if (!call || !std::ranges::all_of(call->from, [](const auto& source) { return source.has_value(); })) return std::nullopt;
+  if (!call->numberName.empty() && !given.number(call->numberName)) return std::nullopt;
+  return call;
+}
+
+VectorStep translated(const ElementwiseStep& step, const Call& call, VectorKernel kernel) {
+  const Arguments given(step);
+  const auto out = given.reg("out");
+  VectorStep made{kernel, out ? *out : *given.reg("self"), {}, 0.0};
+  if (!call.numberName.empty()) made.number = call.factor * *given.number(call.numberName);
+  std::ranges::transform(call.from, made.from.begin(), [](const auto& source) { return *source; });
+  return made;
+}
+
+/// The step with a register of its own for each argument, and another number where it has one.
+ElementwiseStep trialOf(const ElementwiseStep& step, std::string_view numberName, double number) {
+  ElementwiseStep trial = step;
+  for (std::size_t k = 0; k < trial.registers.size(); ++k) trial.registers[k].second = k;
+  for (std::size_t k = 0; k < trial.arguments.size(); ++k) {
+    if (step.op.schema().arguments()[k].name() != numberName) continue;
+    c10::IValue& value = trial.arguments[k];
+    const bool wrapped = value.isTensor();
+    value = number;
+    if (!wrapped) continue;
+    value = c10::scalar_to_tensor(number);
+    value.toTensor().unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
+  return trial;
+}
+
+bool agrees(const ElementwiseStep& step, std::string_view numberName, c10::ScalarType type, VectorKernel kernel) {
+  const auto values = samples(type, step.registers.size());
+  // Of both signs, beyond a half and one, and of more bits than a type has.
+  for (const double number : {0.1, 1e-3, 0.9, -0.7, -1e-5, 3.7, 1.0 / 3.0, 1e-8}) {
+    const ElementwiseStep trial = trialOf(step, numberName, number);
+    if (!sameBits(trial, translated(trial, *callOf(trial), kernel), values)) return false;
+    if (numberName.empty()) return true;
+  }
+  return true;
+}
+
+/// The same, looked at once for each operation and kernel.
+bool isKnownToAgree(const ElementwiseStep& step, std::string_view numberName, c10::ScalarType type, VectorKernel kernel) {
+  static std::mutex mutex;
+  static std::map<std::pair<std::string, VectorKernel>, bool> known;
+  const auto key = std::pair(step.op.schema().name(), kernel);
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto found = known.find(key); found != known.end()) return found->second;
+  }
+  const bool found = agrees(step, numberName, type, kernel);
+  const std::lock_guard lock(mutex);
+  return known.emplace(key, found).first->second;
+}
+
+} // namespace
+
+std::optional<VectorStep> vectorStep(const ElementwiseStep& step, c10::ScalarType type) {
+  const auto stored = vectorType(type);
+  const auto call = callOf(step);
+  if (!stored || !call) return std::nullopt;
+  const VectorKernel kernel = vectorKernel(call->op, *stored);
+  if (kernel == nullptr || !isKnownToAgree(step, call->numberName, type, kernel)) return std::nullopt;
+  return translated(step, *call, kernel);
+}
+
+void runVectorSteps(
+    std::span<const VectorStep> steps, std::span<std::byte* const> registers, std::size_t count, std::size_t elementBytes) {
+  for (std::size_t from = 0; from < count; from += kTileElements) {
+    const std::size_t elements = std::min(kTileElements, count - from);
+    const auto at = [&](std::size_t number) { return registers[number] + from * elementBytes; };
+    for (const VectorStep& step : steps) {
+      const auto& [a, b, c] = step.from;
+      step.kernel(at(step.to), at(a), at(b), at(c), step.number, elements);
+    }
+  }
+}
+
+} // namespace offload
