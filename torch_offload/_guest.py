@@ -8,12 +8,14 @@ import functools
 import sys
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 
 def leave_defaults_alone() -> None:
     """To be called once, after the backend is registered."""
     _leave_profiler_activities()
+    _leave_kernels_to_cuda()
     _leave_available_device_type()
     _leave_checkpoint_loader()
 
@@ -22,6 +24,19 @@ def _leave_profiler_activities() -> None:
     # profile() profiles all listed activities unless told otherwise. What offload tensors enqueue is listed as CUDA's.
     listed = torch.autograd._supported_activities
     torch.autograd._supported_activities = lambda: listed() - {ProfilerActivity.PrivateUse1}
+
+
+def _leave_kernels_to_cuda() -> None:
+    # The profiler takes every kernel for one of the PrivateUse1 backend, as soon as that has a name; this one has none.
+    kineto_event = torch._C._autograd._KinetoEvent
+    told = kineto_event.device_type
+
+    @functools.wraps(told)
+    def device_type(event: object) -> DeviceType:
+        found = told(event)
+        return DeviceType.CUDA if found == DeviceType.PrivateUse1 else found
+
+    kineto_event.device_type = device_type
 
 
 def _leave_available_device_type() -> None:

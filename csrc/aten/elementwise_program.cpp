@@ -11,6 +11,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <atomic>
 
 namespace offload {
 namespace {
@@ -120,9 +121,12 @@ void ElementwiseProgram::runPieces(const std::vector<at::Tensor>& aliases, std::
   const std::int64_t pieces = (elements + pieceElements - 1) / pieceElements;
   const bool byVectors =
       std::ranges::equal(aliases, preparedFor_, {}, [](const at::Tensor& alias) { return alias.scalar_type(); });
-  at::parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
+  // Whoever is done takes the next piece: of a job beside other work, one core may get half of the time that another does.
+  std::atomic<std::int64_t> next{0};
+  const std::int64_t threads = std::min<std::int64_t>(pieces, at::get_num_threads());
+  at::parallel_for(0, threads, 1, [&](std::int64_t /*begin*/, std::int64_t /*end*/) {
     const auto memory = withTemporaries(aliases, pieceElements);
-    for (std::int64_t piece = begin; piece < end; ++piece) {
+    for (std::int64_t piece = next++; piece < pieces; piece = next++) {
       const std::int64_t from = piece * pieceElements;
       runPiece(memory, from, std::min(pieceElements, elements - from), byVectors);
     }

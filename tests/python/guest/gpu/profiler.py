@@ -18,7 +18,7 @@ with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profil
     step()
 events = profiled.events()
 print(sorted(event.name for event in events if event.device_type.name == "CPU" and event.name.startswith("aten::")))
-print(sorted({event.name for event in events if event.device_type.name != "CPU"}))
+print(sorted({(event.device_type.name, event.name) for event in events if event.device_type.name != "CPU"}))
 with profile() as default:
     step()
 print(default.use_device, sorted(str(activity) for activity in default.activities))
