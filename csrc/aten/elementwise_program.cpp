@@ -109,11 +109,14 @@ void ElementwiseProgram::prepare(const std::vector<c10::ScalarType>& types) {
   std::vector<c10::ScalarType> all = types;
   all.insert(all.end(), temporaries_.begin(), temporaries_.end());
   const bool one = std::ranges::all_of(all, [&all](c10::ScalarType type) { return type == all.front(); });
-  for (const ElementwiseStep& step : steps_) vectors_.push_back(one ? vectorStep(step, all.front()) : std::nullopt);
+  for (const ElementwiseStep& step : steps_) {
+    const auto vector = one ? vectorStep(step, all.front()) : std::nullopt;
+    vectors_.push_back(vector.value_or(VectorStep{}));
+  }
 }
 
 std::size_t ElementwiseProgram::vectorSteps() const {
-  return static_cast<std::size_t>(std::ranges::count_if(vectors_, [](const auto& vector) { return vector.has_value(); }));
+  return static_cast<std::size_t>(std::ranges::count_if(vectors_, [](const auto& vector) { return vector.kernel != nullptr; }));
 }
 
 void ElementwiseProgram::runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const {
@@ -125,7 +128,8 @@ void ElementwiseProgram::runPieces(const std::vector<at::Tensor>& aliases, std::
   std::atomic<std::int64_t> next{0};
   const std::int64_t threads = std::min<std::int64_t>(pieces, at::get_num_threads());
   at::parallel_for(0, threads, 1, [&](std::int64_t /*begin*/, std::int64_t /*end*/) {
-    const auto memory = withTemporaries(aliases, pieceElements);
+    const at::AutoDispatchBelowADInplaceOrView belowAutograd;
+    const auto memory = withKeptTemporaries(aliases, pieceElements);
     for (std::int64_t piece = next++; piece < pieces; piece = next++) {
       const std::int64_t from = piece * pieceElements;
       runPiece(memory, from, std::min(pieceElements, elements - from), byVectors);
@@ -137,6 +141,7 @@ void ElementwiseProgram::runPieces(const std::vector<at::Tensor>& aliases, std::
 void ElementwiseProgram::runThere(const std::vector<at::Tensor>& tensors) const {
   const std::int64_t elements = tensors.front().numel();
   const std::int64_t pieceElements = std::min(elements, kDevicePieceElements);
+  const at::AutoDispatchBelowADInplaceOrView belowAutograd;
   std::vector<at::Tensor> memory;
   try {
     memory = withTemporaries(tensors, pieceElements);
@@ -150,7 +155,6 @@ void ElementwiseProgram::runThere(const std::vector<at::Tensor>& tensors) const 
 
 std::vector<at::Tensor> ElementwiseProgram::withTemporaries(
     const std::vector<at::Tensor>& operands, std::int64_t elements) const {
-  const at::AutoDispatchBelowADInplaceOrView belowAutograd;
   std::vector<at::Tensor> memory = operands;
   for (const c10::ScalarType type : temporaries_) {
     memory.push_back(at::empty({elements}, operands.front().options().dtype(type)));
@@ -158,34 +162,54 @@ std::vector<at::Tensor> ElementwiseProgram::withTemporaries(
   return memory;
 }
 
+// The same on the host, in memory that the thread keeps for the next parameter: what malloc gets from the system costs a page fault
+// every 4 KiB, some hundred microseconds for a parameter.
+std::vector<at::Tensor> ElementwiseProgram::withKeptTemporaries(
+    const std::vector<at::Tensor>& operands, std::int64_t elements) const {
+  thread_local std::vector<at::Tensor> kept;
+  if (elements > kPieceElements) return withTemporaries(operands, elements);
+  std::vector<at::Tensor> memory = operands;
+  for (std::size_t k = 0; k < temporaries_.size(); ++k) {
+    if (k == kept.size()) kept.emplace_back();
+    at::Tensor& one = kept[k];
+    const bool fits = one.defined() && one.scalar_type() == temporaries_[k] && one.numel() >= elements;
+    if (!fits) one = at::empty({elements}, operands.front().options().dtype(temporaries_[k]));
+    memory.push_back(one);
+  }
+  return memory;
+}
+
 void ElementwiseProgram::runPiece(
     const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count, bool byVectors) const {
-  const at::AutoDispatchBelowADInplaceOrView belowAutograd;
-  std::vector<at::Tensor> registers;
-  for (std::size_t k = 0; k < memory.size(); ++k) registers.push_back(pieceOf(memory[k], k < operands_ ? from : 0, count));
+  const auto begin = [&](std::size_t number) { return number < operands_ ? from : 0; };
   std::vector<std::byte*> addresses;
-  if (byVectors) {
-    for (const at::Tensor& one : registers) addresses.push_back(static_cast<std::byte*>(one.mutable_data_ptr()));
-  }
-  torch::jit::Stack stack;
-  std::vector<VectorStep> together;
-  const auto runTogether = [&] {
-    if (!together.empty()) {
-      runVectorSteps(together, addresses, static_cast<std::size_t>(count), registers.front().element_size());
+  const auto runVectors = [&](std::size_t first, std::size_t last) {
+    const std::size_t bytes = memory.front().element_size();
+    if (addresses.empty()) {
+      for (std::size_t k = 0; k < memory.size(); ++k) {
+        auto* const data = static_cast<std::byte*>(memory[k].mutable_data_ptr());
+        addresses.push_back(data + static_cast<std::size_t>(begin(k)) * bytes);
+      }
     }
-    together.clear();
+    runVectorSteps({vectors_.data() + first, last - first}, addresses, static_cast<std::size_t>(count), bytes);
   };
+  std::vector<at::Tensor> registers(memory.size()); // of those steps that need a tensor
+  torch::jit::Stack stack;
   for (std::size_t k = 0; k < steps_.size(); ++k) {
-    if (byVectors && vectors_[k]) {
-      together.push_back(*vectors_[k]);
+    std::size_t last = k;
+    while (byVectors && last < steps_.size() && vectors_[last].kernel != nullptr) ++last;
+    if (last > k) {
+      runVectors(k, last);
+      k = last - 1;
       continue;
     }
-    runTogether();
     stack = steps_[k].arguments;
-    for (const auto& [argument, source] : steps_[k].registers) stack[argument] = registers[source];
+    for (const auto& [argument, source] : steps_[k].registers) {
+      if (!registers[source].defined()) registers[source] = pieceOf(memory[source], begin(source), count);
+      stack[argument] = registers[source];
+    }
     steps_[k].op.callBoxed(&stack);
   }
-  runTogether();
 }
 
 } // namespace offload

@@ -4,8 +4,8 @@
 // An optimizer's step is a dozen operations for each parameter, and one after the other each of them reads and writes all of it: the
 // time goes into memory, twice to three times what the values themselves need. Elementwise operations may as well be done to a piece
 // that a core's cache holds, all of them, and then to the next. The operations are PyTorch's own and no element meets another, so
-// the bits are those of the plain order; and what is made in between is as large as a piece, not as the parameter. It is allocated
-// once for each thread, since to get and to give back some 64 KiB costs malloc a system call and page faults, as much as the work.
+// the bits are those of the plain order; and what is made in between is as large as a piece, not as the parameter. Each thread keeps
+// that memory, since to get and to give back some 64 KiB costs malloc a system call and page faults, as much as the work.
 #pragma once
 
 #include "aten/elementwise_step.h"
@@ -15,7 +15,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <optional>
 #include <vector>
 
 namespace offload {
@@ -48,6 +47,7 @@ class ElementwiseProgram {
   void runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const;
   void runThere(const std::vector<at::Tensor>& tensors) const;
   std::vector<at::Tensor> withTemporaries(const std::vector<at::Tensor>& operands, std::int64_t elements) const;
+  std::vector<at::Tensor> withKeptTemporaries(const std::vector<at::Tensor>& operands, std::int64_t elements) const;
   void runPiece(const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count, bool byVectors) const;
 
   std::size_t operands_;
@@ -55,7 +55,7 @@ class ElementwiseProgram {
   std::vector<ElementwiseStep> steps_;
   std::vector<bool> written_; // of the operands
   std::vector<c10::ScalarType> preparedFor_;
-  std::vector<std::optional<VectorStep>> vectors_; // one for each step, once prepared
+  std::vector<VectorStep> vectors_; // once prepared, for each step; without a kernel where there is none
 };
 
 } // namespace offload

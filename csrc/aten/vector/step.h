@@ -22,10 +22,10 @@
 namespace offload {
 
 struct VectorStep {
-  VectorKernel kernel;
-  std::size_t to; // registers
-  std::array<std::size_t, 3> from;
-  double number;
+  VectorKernel kernel = nullptr;
+  std::size_t to = 0; // registers
+  std::array<std::size_t, 3> from{};
+  double number = 0.0;
 };
 
 /// What does the same to registers of one type; none where no kernel does.
