@@ -19,14 +19,13 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,6 +35,7 @@ from harness import (
     LinkRates,
     arguments,
     compute_device,
+    deterministic,
     equal,
     gib,
     link_rates,
@@ -82,16 +82,6 @@ def make_step(forward: Forward, x: Tensor, grad_output: Tensor) -> Callable[[], 
         forward(x + x.new_zeros((), requires_grad=True)).backward(grad_output)
 
     return step
-
-
-@contextlib.contextmanager
-def deterministic(cuda: bool) -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if cuda else contextlib.nullcontext():
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def make_variants(

@@ -7,18 +7,20 @@ The bandwidth of the link is measured in the same run, since every bound is stat
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_offload
 
@@ -52,6 +54,18 @@ def synchronize() -> None:
     torch_offload.synchronize()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def deterministic(cuda: bool) -> Iterator[None]:
+    """With algorithms that give the same bits in each run; of attention's, cuDNN's backward is none. cuBLAS asks for
+    CUBLAS_WORKSPACE_CONFIG in the environment before its first call."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if cuda else contextlib.nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def seconds(step: Step) -> float:

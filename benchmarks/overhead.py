@@ -25,8 +25,8 @@ from harness import arguments, compute_device, finish, print_table, synchronize,
 import torch_offload
 
 FEATURES = 64
-# Microseconds more than on the plain device, without gradients.
-GOALS = {"linear": 5.0, "multiply": 15.0}
+# Microseconds more than on the plain device, without gradients, for one weight.
+GOALS = {"linear_without_bias": 5.0, "multiply": 15.0}
 
 
 def fetch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
