@@ -56,9 +56,9 @@ def __getattr__(name: str) -> Any:
     if name == "default_generators":  # to count the devices is not for the import
         return random.default_generators()
     if name == "Scheduling":  # inductor's question to a backend, which then registers with more than it is asked for
-        from torch_offload.compile import inductor
+        from torch_offload import compile
 
-        inductor.register()
+        compile.register_with_inductor()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,6 +1,7 @@
 """torch.compile over offload tensors: one graph, and the results of the plain device's graph, bit by bit."""
 
 import copy
+import io
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
 from helpers import COMPUTE, GPU, OFFLOAD, SIM, Scaled, assert_same, at, data, grads, passes, same, values
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_offload
@@ -206,12 +209,84 @@ def test_export():
     assert_same(exported.module()(x), model(x))
 
 
+@pytest.mark.parametrize("kind", [Norms, Transformer])
+def test_an_exported_program(kind):
+    """It holds the weights on offload, and a fetch of each: before it is saved, and as it comes back."""
+    torch.manual_seed(0)
+    plain = kind().eval().to(COMPUTE)
+    model = copy.deepcopy(plain).to(OFFLOAD)
+    x = torch.arange(10).reshape(2, 5).to(COMPUTE) if kind is Transformer else data(4, 8)
+    buffer = io.BytesIO()
+    with torch.no_grad():
+        expected, exported = plain(x), torch.export.export(model, (x,))
+        torch.export.save(exported, buffer)
+        buffer.seek(0)
+        for program in (exported, torch.export.load(buffer)):
+            assert torch.ops.offload.fetch.default in {node.target for node in program.graph.nodes}
+            assert {value.device.type for value in program.state_dict.values()} == {"offload"}
+            result = program.module()(x)
+            assert result.device.type == COMPUTE.type
+            assert_same(result, expected)
+
+
 def test_no_package_of_aot_inductor(tmp_path):
     model = nn.Linear(8, 8).to(OFFLOAD)
     exported = torch.export.export(model, (data(2, 8),))
     with pytest.raises(Exception, match="AOTInductor packages code without Python, and weights on offload need"):
         torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
     assert_same(torch.compile(model, fullgraph=True)(data(2, 8)), model(data(2, 8)))
+
+
+def test_weights_loaded_into_a_meta_model():
+    torch.manual_seed(0)
+    plain = Norms().to(COMPUTE)
+    with torch.device("meta"):
+        model = Norms()
+    model.to_empty(device=OFFLOAD)
+    model.load_state_dict(plain.state_dict())
+    assert {parameter.device.type for parameter in model.parameters()} == {"offload"}
+    x = data(4, 8)
+    assert_same(model(x), plain(x))
+    assert_same(compiled(model, "aot_eager")(x), plain(x))
+
+
+FAKE_MODELS = {
+    "linear": (lambda: nn.Linear(8, 4, dtype=torch.bfloat16), lambda: torch.empty(3, 8, dtype=torch.bfloat16), (3, 4)),
+    "convolution": (lambda: nn.Conv2d(3, 5, 3), lambda: torch.empty(2, 3, 6, 6), (2, 5, 4, 4)),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        lambda: torch.empty(2, 5, 8),
+        (2, 5, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "feed", "shape"), FAKE_MODELS.values(), ids=FAKE_MODELS)
+def test_fake_models(make, feed, shape):
+    """Planners of memory run a model on fake tensors: results are where the real ones would be, and gradients at home."""
+    with FakeTensorMode():
+        model, x = make().to(OFFLOAD), feed().to(COMPUTE)
+        y = model(x)
+        assert isinstance(y, FakeTensor)
+        assert (y.shape, y.dtype, y.device.type) == (shape, x.dtype, COMPUTE.type)
+        y.sum().backward()
+        for name, gradient in grads(model).items():
+            assert isinstance(gradient, FakeTensor), name
+
+
+def test_operations_on_fake_tensors():
+    with FakeTensorMode():
+        offload, plain = torch.empty(3, 4, device=OFFLOAD).t(), torch.empty(3, 4, device=COMPUTE).t()
+        ops, target = torch.ops.offload, torch.device("cpu:0") if SIM else COMPUTE
+        results = {
+            COMPUTE: [ops.fetch(offload, target), ops.fetch(offload, target, alignment=16)],
+            OFFLOAD: [ops.stash(plain, OFFLOAD), ops.stash(offload, OFFLOAD), ops.give(plain, OFFLOAD)],
+        }
+    for device, tensors in results.items():
+        for tensor in tensors:
+            assert isinstance(tensor, FakeTensor)
+            assert tensor.device.type == device.type
+            assert (tensor.shape, tensor.stride(), tensor.dtype) == ((4, 3), (1, 4), torch.float32)
 
 
 def test_meta_models():
@@ -238,12 +313,19 @@ def test_a_users_function(backend):
     same(run)
 
 
-def test_another_inductor_is_refused():
+CHANGES = {
+    "function": "from torch._inductor.fx_passes import post_grad; del post_grad.get_all_devices",
+    "name": "import torch._inductor.compile_fx; del torch._inductor.utils.tensor_is_aligned",
+    "parameters": "from torch._inductor.scheduler import Scheduler; Scheduler.should_partition = lambda self, other: None",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_inductor_is_refused(change):
     told = passes(
-        """
+        f"""
         import torch, torch_offload
-        from torch._inductor.fx_passes import post_grad
-        del post_grad.get_all_devices
+        {CHANGES[change]}
         model = torch.nn.Linear(4, 4).to("offload")
         x = torch.ones(2, 4).to("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -258,20 +340,35 @@ def test_another_inductor_is_refused():
     assert told.splitlines()[-1] == "True"
 
 
-def test_another_inductor_is_no_concern_of_others():
+@pytest.mark.parametrize("change", ["name", "parameters"])
+def test_another_inductor_is_no_concern_of_others(change):
     told = passes(
-        """
+        f"""
         import torch, torch_offload
         from torch._inductor.fx_passes import post_grad
         original = post_grad.get_all_devices
-        from torch._inductor.graph import GraphLowering
-        del GraphLowering.find_nodes_prefer_channels_last
-        from torch_offload.compile import inductor
-        inductor.register()
-        print(post_grad.get_all_devices is original)
+        {CHANGES[change]}
+        x = torch.ones(3)
+        print(torch.equal(torch.compile(torch.neg)(x), -x), post_grad.get_all_devices is original)
         """
     )
-    assert told.split() == ["True"]
+    assert told.split() == ["True", "True"]
+
+
+def test_other_partitioners_are_refused():
+    told = passes(
+        """
+        import torch, torch_offload
+        from torch._functorch import partitioners
+        del partitioners.has_recomputable_ops
+        weight = torch.ones(2, 2, device="offload", requires_grad=True)
+        try:
+            torch.compile(lambda x: x @ weight, backend="aot_eager")(torch.ones(2, 2))
+        except Exception as error:
+            print(error)
+        """
+    )
+    assert "PyTorch's partitioners have changed" in told
 
 
 def test_a_second_process_takes_what_the_first_has_compiled(tmp_path):
@@ -293,6 +390,71 @@ def test_a_second_process_takes_what_the_first_has_compiled(tmp_path):
     assert run() == ["True", "True"]
     if not GPU:  # another device that computes
         assert run(TORCH_OFFLOAD_LINK="none" if SIM else "sim") == ["True", "False"]
+
+
+def test_a_second_process_takes_training_too(tmp_path):
+    """Forward and backward, over weights of other values, and with gradients that are those of eager training."""
+    program = """
+        import torch, torch_offload
+        from torch._dynamo.utils import counters
+        torch.manual_seed({seed})
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).to("offload")
+        x = torch.ones(2, 8).to("cuda" if torch.cuda.is_available() else "cpu")
+        seen = []
+        for step in (torch.compile(model, fullgraph=True), model):
+            model.zero_grad()
+            step(x).square().sum().backward()
+            seen.append([p.grad.cpu() for p in model.parameters()])
+        torch.testing.assert_close(*seen)
+        found = counters["inductor"]
+        print(found["fxgraph_cache_hit"], found["fxgraph_cache_miss"], counters["aot_autograd"]["autograd_cache_hit"])
+    """
+
+    def run(seed):
+        return passes(program.format(seed=seed), TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).split()
+
+    assert run(0) == ["0", "2", "0"]
+    assert run(1) == ["2", "0", "1"]
+
+
+class Doubling(CustomGraphPass):
+    """Has every matrix product doubled, in forward and backward."""
+
+    def __init__(self):
+        self.calls = self.fetches = 0
+
+    def __call__(self, graph):
+        self.calls += 1
+        self.fetches += len(graph.find_nodes(op="call_function", target=torch.ops.offload.fetch.default))
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+            with graph.inserting_after(node):
+                doubled = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2))
+            doubled.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(doubled, delete_user_cb=lambda user, doubled=doubled: user is not doubled)
+
+    def uuid(self):
+        return None  # what is compiled with it goes to no cache
+
+
+PASSES = ["joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"]
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_users_pass(name):
+    """It sees the fetches as operations, and the package's own pass runs behind what it has changed."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8, bias=False), nn.GELU(), nn.Linear(8, 8, bias=False)).to(COMPUTE)
+    seen, x = [], data(4, 8)
+    for device in (COMPUTE, OFFLOAD):
+        model, doubling = copy.deepcopy(plain).to(device), Doubling()
+        with torch._inductor.config.patch({name: doubling}):
+            y = compiled(model, "inductor")(x)
+            y.square().sum().backward()
+        seen.append((doubling.calls, y.detach(), {key: gradient.cpu() for key, gradient in grads(model).items()}))
+    assert_same(seen[1], seen[0])
+    assert doubling.calls == (1 if name.startswith("joint") else 2)
+    assert doubling.fetches > 0
+    torch.testing.assert_close(y, 2 * plain[2](plain[1](2 * plain[0](x))))
 
 
 def test_the_key_of_caches_has_all_that_is_traced(monkeypatch):

@@ -5,9 +5,31 @@ backward and never kept, `inductor` how graphs that hold offload tensors become 
 How it fits together: docs/design/compile.md.
 """
 
+import torch
+
+from torch_offload import _C
 from torch_offload.compile import fakes
 
 
 def register() -> None:
     """Called once, by the import of the package. Inductor asks for its part when it first compiles something."""
     fakes.register()
+
+
+def register_with_inductor() -> None:
+    """Called when inductor first compiles something, of whatever program.
+
+    Raises:
+        ImportError: this torch's inductor lacks what has to be overridden, and the process has offload tensors.
+    """
+    try:
+        from torch_offload.compile import inductor
+
+        inductor.register()
+    except (AttributeError, ImportError) as error:
+        if not _C.in_use():
+            return  # nobody's concern
+        raise ImportError(
+            f"torch_offload: inductor has changed in torch {torch.__version__} ({error}), and its graphs can't hold offload "
+            'tensors; compile with backend="aot_eager", or use a torch that this release of torch_offload supports.'
+        ) from error

@@ -11,13 +11,16 @@ that it generates touch none of their bytes, which copies may be writing at the 
   - with CUDA graphs (`mode="reduce-overhead"`) a fetch is captured where all of the graph is. Where anything else has to be
     left out, and cuts the graph into parts, fetches are left out too: from part to part goes memory of the CUDA graphs' pool
     alone, which a fetch's isn't. And a part returns none of its offload inputs, as it would what others read behind it: their
-    caller has them. These are the six overrides here, which hold for 2.11 to 2.15;
+    caller has them. These are the six overrides here, which hold for 2.11 to 2.15, and all or none of which are made;
   - what is left of operations on offload tensors is moved to the device (`on_device`);
   - a kernel over offload tensors is refused.
 register() runs when inductor first compiles something and asks the device module for a backend (``torch.offload.Scheduling``).
+Whatever of inductor's it doesn't find, or finds with other parameters, is told to who has offload tensors, and to nobody else.
 """
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +37,6 @@ from torch._inductor.scheduler import Scheduler
 from torch._inductor.utils import GPU_ALIGN_BYTES, tensor_is_aligned
 from torch._inductor.virtualized import V
 
-from torch_offload import _C
 from torch_offload.compile.graphs import FETCH, GIVE, STASH, home_of
 from torch_offload.compile.on_device import OnDevice
 
@@ -62,10 +64,20 @@ def _is_on_offload(buffer: Any) -> bool:
     return device is not None and device.type == "offload"
 
 
+def _original(owner: Any, name: str, *parameters: str) -> Callable[..., Any]:
+    function = getattr(owner, name)
+    if (found := tuple(inspect.signature(function).parameters)) != parameters:
+        raise AttributeError(f"{function.__qualname__} takes {', '.join(found)} and not {', '.join(parameters)}")
+    return function
+
+
 def _override() -> None:
-    count, prefer_channels_last = GraphLowering.add_device_info, GraphLowering.find_nodes_prefer_channels_last
-    devices_outside, free = post_grad.get_all_devices, PythonWrapperCodegen.codegen_free
-    cuts, signatures_of = Scheduler.should_partition, Scheduler.get_graph_partition_signature
+    count = _original(GraphLowering, "add_device_info", "self", "device")
+    prefer_channels_last = _original(GraphLowering, "find_nodes_prefer_channels_last", "self")
+    devices_outside = _original(post_grad, "get_all_devices", "gm")
+    free = _original(PythonWrapperCodegen, "codegen_free", "self", "buffer")
+    cuts = _original(Scheduler, "should_partition", "self", "node")
+    signatures_of = _original(Scheduler, "get_graph_partition_signature", "self", "partitions", "skip_cudagraphs")
 
     @functools.wraps(count)
     def add_device_info(self: GraphLowering, device: torch.device) -> None:
@@ -173,17 +185,9 @@ def register() -> None:
     """Makes offload a device of inductor's.
 
     Raises:
-        ImportError: this torch's inductor lacks what has to be overridden, and the process has offload tensors.
+        AttributeError: this torch's inductor has no such function to override, or another one.
     """
-    try:
-        _override()
-    except AttributeError as error:
-        if not _C.in_use():
-            return  # nobody's concern
-        raise ImportError(
-            f"torch_offload: inductor has changed in torch {torch.__version__} ({error}), and its graphs can't hold offload "
-            'tensors; compile with backend="aot_eager", or use a torch that this release of torch_offload supports.'
-        ) from error
+    _override()
     _lower()
     register_backend_for_device(
         "offload", _NoKernels, PythonWrapperCodegen, CppWrapperCpu, device_custom_pass=OnDevice()

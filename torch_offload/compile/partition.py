@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 
@@ -38,6 +39,13 @@ def _preparing(has_recomputable_ops: Callable[[Any], bool]) -> Callable[[Any], b
 def prepare_graphs() -> None:
     """Called whenever a fetch is traced: the partitioners are imported by the time that matters, and not by this package."""
     partitioners = sys.modules.get("torch._functorch.partitioners")
-    # Both ask this first.
-    if partitioners is not None and not hasattr(partitioners.has_recomputable_ops, "__wrapped__"):
-        partitioners.has_recomputable_ops = _preparing(partitioners.has_recomputable_ops)
+    if partitioners is None:
+        return
+    asked_first = getattr(partitioners, "has_recomputable_ops", None)  # by both
+    if asked_first is None:
+        raise ImportError(
+            f"torch_offload: PyTorch's partitioners have changed in torch {torch.__version__}, and a compiled graph would keep "
+            "what it fetches until its backward; use a torch that this release of torch_offload supports."
+        )
+    if not hasattr(asked_first, "__wrapped__"):
+        partitioners.has_recomputable_ops = _preparing(asked_first)
