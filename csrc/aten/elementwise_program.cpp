@@ -1,6 +1,7 @@
 #include "aten/elementwise_program.h"
 
 #include "aten/device_work.h"
+#include "aten/float_mode.h"
 #include "aten/tensors.h"
 #include "core/error.h"
 
@@ -12,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 namespace offload {
 namespace {
@@ -43,6 +45,7 @@ ElementwiseProgram::ElementwiseProgram(
       if (source < operands_) written_[source] = true;
     }
     TORCH_CHECK(writes, "offload: a step of ", step.op.schema().name(), " writes to no register.");
+    plain_.push_back({plain_.size(), {}});
   }
 }
 
@@ -102,37 +105,47 @@ void ElementwiseProgram::run(
 }
 
 void ElementwiseProgram::prepare(const std::vector<c10::ScalarType>& types) {
+  TORCH_CHECK(prepared_.empty(), "offload: an elementwise program is prepared once.");
+  if (steps_.empty()) return;
   std::vector<at::Tensor> operands;
   for (const c10::ScalarType type : types) operands.push_back(at::zeros({1}, type));
   runPieces(operands, 1);
-  preparedFor_ = types;
   std::vector<c10::ScalarType> all = types;
   all.insert(all.end(), temporaries_.begin(), temporaries_.end());
-  const bool one = std::ranges::all_of(all, [&all](c10::ScalarType type) { return type == all.front(); });
-  for (const ElementwiseStep& step : steps_) {
-    const auto vector = one ? vectorStep(step, all.front()) : std::nullopt;
-    vectors_.push_back(vector.value_or(VectorStep{}));
+  if (!std::ranges::all_of(all, [&all](c10::ScalarType type) { return type == all.front(); })) return;
+  std::vector<Part> parts;
+  for (std::size_t k = 0; k < steps_.size(); ++k) {
+    const VectorStep vector = vectorStep(steps_[k], all.front());
+    const bool goesOn = vector.kernel != nullptr && !parts.empty() && !parts.back().vectors.empty();
+    if (!goesOn) parts.push_back({k, {}});
+    if (vector.kernel != nullptr) parts.back().vectors.push_back(vector);
   }
+  prepared_ = std::move(parts);
+  preparedFor_ = types;
 }
 
 std::size_t ElementwiseProgram::vectorSteps() const {
-  return static_cast<std::size_t>(std::ranges::count_if(vectors_, [](const auto& vector) { return vector.kernel != nullptr; }));
+  std::size_t count = 0;
+  for (const Part& part : prepared_) count += part.vectors.size();
+  return count;
 }
 
 void ElementwiseProgram::runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const {
   const std::int64_t elements = aliases.front().numel();
   const std::int64_t pieces = (elements + pieceElements - 1) / pieceElements;
-  const bool byVectors =
+  const bool asPrepared =
       std::ranges::equal(aliases, preparedFor_, {}, [](const at::Tensor& alias) { return alias.scalar_type(); });
+  const std::vector<Part>& parts = asPrepared ? prepared_ : plain_;
   // Whoever is done takes the next piece: of a job beside other work, one core may get half of the time that another does.
   std::atomic<std::int64_t> next{0};
   const std::int64_t threads = std::min<std::int64_t>(pieces, at::get_num_threads());
-  at::parallel_for(0, threads, 1, [&](std::int64_t /*begin*/, std::int64_t /*end*/) {
+  at::parallel_for(0, threads, 1, [&, mode = floatMode()](std::int64_t /*begin*/, std::int64_t /*end*/) {
+    const FloatMode asCalled(mode); // whichever thread takes an element
     const at::AutoDispatchBelowADInplaceOrView belowAutograd;
     const auto memory = withKeptTemporaries(aliases, pieceElements);
     for (std::int64_t piece = next++; piece < pieces; piece = next++) {
       const std::int64_t from = piece * pieceElements;
-      runPiece(memory, from, std::min(pieceElements, elements - from), byVectors);
+      runPiece(parts, memory, from, std::min(pieceElements, elements - from));
     }
   });
 }
@@ -149,7 +162,7 @@ void ElementwiseProgram::runThere(const std::vector<at::Tensor>& tensors) const 
     throw OutOfMemory(OutOfMemory::Where::Device, 0, error.what_without_backtrace());
   }
   for (std::int64_t from = 0; from < elements; from += pieceElements) {
-    runPiece(memory, from, std::min(pieceElements, elements - from), false);
+    runPiece(plain_, memory, from, std::min(pieceElements, elements - from));
   }
 }
 
@@ -166,49 +179,42 @@ std::vector<at::Tensor> ElementwiseProgram::withTemporaries(
 // every 4 KiB, some hundred microseconds for a parameter.
 std::vector<at::Tensor> ElementwiseProgram::withKeptTemporaries(
     const std::vector<at::Tensor>& operands, std::int64_t elements) const {
-  thread_local std::vector<at::Tensor> kept;
+  thread_local std::vector<at::Tensor> kept; // bytes
   if (elements > kPieceElements) return withTemporaries(operands, elements);
   std::vector<at::Tensor> memory = operands;
-  for (std::size_t k = 0; k < temporaries_.size(); ++k) {
-    if (k == kept.size()) kept.emplace_back();
-    at::Tensor& one = kept[k];
-    const bool fits = one.defined() && one.scalar_type() == temporaries_[k] && one.numel() >= elements;
-    if (!fits) one = at::empty({elements}, operands.front().options().dtype(temporaries_[k]));
-    memory.push_back(one);
+  for (const c10::ScalarType type : temporaries_) {
+    const std::size_t number = memory.size() - operands.size();
+    const auto bytes = elements * static_cast<std::int64_t>(c10::elementSize(type));
+    if (number == kept.size()) kept.emplace_back();
+    if (!kept[number].defined() || kept[number].numel() < bytes) kept[number] = at::empty({bytes}, at::kByte);
+    memory.push_back(kept[number].narrow(0, 0, bytes).view(type));
   }
   return memory;
 }
 
 void ElementwiseProgram::runPiece(
-    const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count, bool byVectors) const {
+    const std::vector<Part>& parts, const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count) const {
   const auto begin = [&](std::size_t number) { return number < operands_ ? from : 0; };
+  const std::size_t elementBytes = memory.front().element_size(); // of all registers, where vector kernels work on them
   std::vector<std::byte*> addresses;
-  const auto runVectors = [&](std::size_t first, std::size_t last) {
-    const std::size_t bytes = memory.front().element_size();
-    if (addresses.empty()) {
-      for (std::size_t k = 0; k < memory.size(); ++k) {
-        auto* const data = static_cast<std::byte*>(memory[k].mutable_data_ptr());
-        addresses.push_back(data + static_cast<std::size_t>(begin(k)) * bytes);
-      }
-    }
-    runVectorSteps({vectors_.data() + first, last - first}, addresses, static_cast<std::size_t>(count), bytes);
-  };
-  std::vector<at::Tensor> registers(memory.size()); // of those steps that need a tensor
+  for (std::size_t k = 0; k < memory.size() && &parts == &prepared_; ++k) {
+    auto* const data = static_cast<std::byte*>(memory[k].mutable_data_ptr());
+    addresses.push_back(data + static_cast<std::size_t>(begin(k)) * elementBytes);
+  }
+  std::vector<at::Tensor> registers(memory.size()); // those that an operation needs
   torch::jit::Stack stack;
-  for (std::size_t k = 0; k < steps_.size(); ++k) {
-    std::size_t last = k;
-    while (byVectors && last < steps_.size() && vectors_[last].kernel != nullptr) ++last;
-    if (last > k) {
-      runVectors(k, last);
-      k = last - 1;
+  for (const Part& part : parts) {
+    if (!part.vectors.empty()) {
+      runVectorSteps(part.vectors, addresses, static_cast<std::size_t>(count), elementBytes);
       continue;
     }
-    stack = steps_[k].arguments;
-    for (const auto& [argument, source] : steps_[k].registers) {
+    const ElementwiseStep& step = steps_[part.step];
+    stack = step.arguments;
+    for (const auto& [argument, source] : step.registers) {
       if (!registers[source].defined()) registers[source] = pieceOf(memory[source], begin(source), count);
       stack[argument] = registers[source];
     }
-    steps_[k].op.callBoxed(&stack);
+    step.op.callBoxed(&stack);
   }
 }
 

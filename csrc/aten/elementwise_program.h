@@ -3,7 +3,7 @@
 // Note [Piece by piece]
 // An optimizer's step is a dozen operations for each parameter, and one after the other each of them reads and writes all of it: the
 // time goes into memory, twice to three times what the values themselves need. Elementwise operations may as well be done to a piece
-// that a core's cache holds, all of them, and then to the next. The operations are PyTorch's own and no element meets another, so
+// that a core's cache holds, all of them, and then to the next. They have the bits of PyTorch's own, and no element meets another, so
 // the bits are those of the plain order; and what is made in between is as large as a piece, not as the parameter. Each thread keeps
 // that memory, since to get and to give back some 64 KiB costs malloc a system call and page faults, as much as the work.
 #pragma once
@@ -44,18 +44,26 @@ class ElementwiseProgram {
   static constexpr std::int64_t kDevicePieceElements = std::int64_t{1} << 24;
 
  private:
+  /// A step that is PyTorch's, or some that vector kernels do.
+  struct Part {
+    std::size_t step = 0;
+    std::vector<VectorStep> vectors;
+  };
+
   void runPieces(const std::vector<at::Tensor>& aliases, std::int64_t pieceElements) const;
   void runThere(const std::vector<at::Tensor>& tensors) const;
   std::vector<at::Tensor> withTemporaries(const std::vector<at::Tensor>& operands, std::int64_t elements) const;
   std::vector<at::Tensor> withKeptTemporaries(const std::vector<at::Tensor>& operands, std::int64_t elements) const;
-  void runPiece(const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count, bool byVectors) const;
+  void runPiece(
+      const std::vector<Part>& parts, const std::vector<at::Tensor>& memory, std::int64_t from, std::int64_t count) const;
 
   std::size_t operands_;
   std::vector<c10::ScalarType> temporaries_;
   std::vector<ElementwiseStep> steps_;
   std::vector<bool> written_; // of the operands
+  std::vector<Part> plain_; // each step is one
+  std::vector<Part> prepared_; // for operands of these types, on the host
   std::vector<c10::ScalarType> preparedFor_;
-  std::vector<VectorStep> vectors_; // once prepared, for each step; without a kernel where there is none
 };
 
 } // namespace offload

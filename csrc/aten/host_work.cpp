@@ -1,13 +1,10 @@
 #include "aten/host_work.h"
 
 #include "aten/captured_graph.h"
+#include "aten/float_mode.h"
 #include "aten/tensors.h"
 
 #include <ATen/Parallel.h>
-
-#ifdef __SSE__
-#include <xmmintrin.h>
-#endif
 
 #include <algorithm>
 #include <memory>
@@ -28,37 +25,6 @@ std::vector<Residency::Claim> claimsOf(const std::vector<HostOperand>& operands)
   }
   return claims;
 }
-
-// On x86 each thread has its own say on whether denormal numbers are flushed to zero (torch.set_flush_denormal()).
-#ifdef __SSE__
-unsigned floatMode() {
-  return _mm_getcsr() & ~unsigned{_MM_EXCEPT_MASK};
-}
-void setFloatMode(unsigned mode) {
-  _mm_setcsr(mode);
-}
-#else
-unsigned floatMode() {
-  return 0;
-}
-void setFloatMode(unsigned /*mode*/) {}
-#endif
-
-/// While one lives a thread computes as another one did when it was asked how.
-class FloatMode {
- public:
-  explicit FloatMode(unsigned mode) : before_(floatMode()) {
-    setFloatMode(mode);
-  }
-  ~FloatMode() {
-    setFloatMode(before_);
-  }
-  FloatMode(const FloatMode&) = delete;
-  FloatMode& operator=(const FloatMode&) = delete;
-
- private:
-  const unsigned before_;
-};
 
 } // namespace
 

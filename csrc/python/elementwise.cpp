@@ -29,12 +29,9 @@ c10::IValue valueOf(const py::handle& value, const c10::Argument& argument) {
   c10::TypePtr type = argument.type();
   if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
   switch (type->kind()) {
-    case c10::TypeKind::TensorType: {
+    case c10::TypeKind::TensorType:
       // As PyTorch's own binding does: a number beside a tensor doesn't decide the result's dtype.
-      auto wrapped = c10::scalar_to_tensor(scalarOf(value));
-      wrapped.unsafeGetTensorImpl()->set_wrapped_number(true);
-      return wrapped;
-    }
+      return at::native::wrapped_scalar_tensor(scalarOf(value));
     case c10::TypeKind::NumberType:
       return scalarOf(value);
     case c10::TypeKind::FloatType:

@@ -51,10 +51,11 @@ def values(dtype, count, seed):
     return torch.where(places < len(special), special[places % len(special)], made).to(dtype)
 
 
-def assert_bits(ours, plain):
+def same_bits(ours, plain):
+    """Any NaN is as good as another."""
     numbers = ~(ours.isnan() & plain.isnan())
-    assert torch.equal(ours[numbers], plain[numbers])
-    assert torch.equal(ours[numbers].signbit(), plain[numbers].signbit())
+    ours, plain = ours[numbers], plain[numbers]
+    return torch.equal(ours, plain) and torch.equal(ours.signbit(), plain.signbit())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,7 +68,7 @@ def test_the_bits_of_the_operations(name, dtype):
         _elementwise.record(CODES[name], operands).run(operands)
         CODES[name](plain)
         for ours, expected in zip(operands, plain, strict=True):
-            assert_bits(ours.cpu(), expected)
+            assert same_bits(ours.cpu(), expected)
 
 
 @pytest.mark.parametrize("name", ["mul number", "add number", "lerp near", "addcmul", "addcdiv", "div", "temporaries"])
@@ -77,7 +78,7 @@ def test_all_bits_of_a_small_type(name):
     operands = [value.to(OFFLOAD) for value in plain]
     _elementwise.record(CODES[name], operands).run(operands)
     CODES[name](plain)
-    assert_bits(operands[0].cpu(), plain[0])
+    assert same_bits(operands[0].cpu(), plain[0])
 
 
 @vectors
@@ -91,24 +92,34 @@ def test_an_optimizers_operations_are_vector_kernels(dtype):
         parameter.addcdiv_(average, square.sqrt().div(0.3).add_(1e-8), value=-0.001)
 
     program = _elementwise.record(adamw, [torch.ones(1, dtype=dtype)] * 4)
-    # PyTorch's square root may come from a library that doesn't round to the nearest.
-    exact = torch.arange(1.0, 4096.0, dtype=torch.float64).to(dtype)
-    rounded = torch.equal(exact.sqrt(), exact[::2].new_tensor([value.item() ** 0.5 for value in exact.double()]))
-    assert program.vector_steps in ((8,) if rounded else (7, 8))
+    # The square root of float and double comes from a library, which need not round to the nearest.
+    assert program.vector_steps == (8 if dtype is torch.bfloat16 else 7)
 
 
-@pytest.mark.parametrize("name", ["add scaled", "sub scaled", "addcmul", "mul number"])
-@vectors
-def test_what_differs_at_the_ends_stays_pytorchs(name):
-    """In bfloat16 PyTorch rounds a product at the ends of a tensor that it doesn't round elsewhere, in some operations."""
-    whole = [values(torch.bfloat16, 31 * 1000, seed) for seed in range(3)]
+@pytest.mark.parametrize("name", ["add scaled", "sub scaled", "maximum", "addcmul", "mul number"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_differs_at_the_ends_stays_pytorchs(name, dtype):
+    """PyTorch computes the last elements by other code: in bfloat16 it rounds a product there that it rounds nowhere else, and
+    the larger of two zeros has another sign."""
+    whole = [values(dtype, 7 * 4000, seed) for seed in range(3)]
+    whole[0][:7000], whole[1][:7000] = 0.0, -0.0
     pieces = [value.clone() for value in whole]
     CODES[name](whole)
-    for k in range(1000):
-        CODES[name]([value[31 * k : 31 * k + 31] for value in pieces])
-    alike = torch.equal(whole[0].nan_to_num(), pieces[0].nan_to_num())
-    program = _elementwise.record(CODES[name], [torch.ones(1, dtype=torch.bfloat16)] * 3)
-    assert program.vector_steps == alike
+    for k in range(4000):
+        CODES[name]([value[7 * k : 7 * k + 7] for value in pieces])
+    alike = same_bits(whole[0], pieces[0])
+    assert alike or _elementwise.record(CODES[name], [torch.ones(1, dtype=dtype)] * 3).vector_steps == 0
+
+
+def test_zeros_of_both_signs():
+    zero, minus = torch.zeros(5), -torch.zeros(5)
+    for first, second in ((zero, minus), (minus, zero)):
+        for name in ("add", "sub", "mul", "maximum", "lerp near", "addcmul", "neg"):
+            plain = [first.clone(), second.clone(), second.clone()]
+            operands = [value.to(OFFLOAD) for value in plain]
+            _elementwise.record(CODES[name], operands).run(operands)
+            CODES[name](plain)
+            assert same_bits(operands[0].cpu(), plain[0])
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float16,) * 3, (torch.float32, torch.float32, torch.bfloat16)])
@@ -119,7 +130,7 @@ def test_other_types_are_pytorchs(dtypes):
     assert program.vector_steps == 0
     program.run(operands)
     CODES["mul"](plain)
-    assert_bits(operands[0].cpu(), plain[0])
+    assert same_bits(operands[0].cpu(), plain[0])
 
 
 @vectors
@@ -131,10 +142,17 @@ def test_operands_of_another_type_than_it_was_prepared_for():
     assert (operands[0].cpu() == 9).all()
 
 
+def test_a_program_is_prepared_once():
+    program = _elementwise.record(CODES["mul"], [torch.ones(1)] * 3)
+    with pytest.raises(RuntimeError, match="prepared once"):
+        program.prepare([torch.float64] * 3)
+
+
 def test_subnormal_numbers_as_the_thread_takes_them():
+    """Whichever thread computes an element. What is flushed when the kernels are looked at has no say."""
     found = []
     for flush in (False, True):
-        operand = torch.full((1000,), 2e-38, device=OFFLOAD)
+        operand = torch.full((1_000_000,), 2e-38, device=OFFLOAD)
         if not torch.set_flush_denormal(flush):
             pytest.skip("this processor can't")
         try:
@@ -142,4 +160,4 @@ def test_subnormal_numbers_as_the_thread_takes_them():
         finally:
             torch.set_flush_denormal(False)
         found.append(operand.cpu().count_nonzero().item())
-    assert found == [1000, 0]
+    assert found == [1_000_000, 0]

@@ -3,17 +3,10 @@
 
 #include "aten/vector/step.h"
 
-#include <ATen/core/Tensor.h>
-
-#include <cstddef>
-#include <vector>
-
 namespace offload {
 
-/// What registers may hold: all kinds of numbers, the same at every call.
-std::vector<at::Tensor> samples(c10::ScalarType type, std::size_t registers);
-
-/// Whether a step and the vector step for it give the same, done to copies of samples; any NaN is as good as another.
-bool sameBits(const ElementwiseStep& step, const VectorStep& vector, const std::vector<at::Tensor>& samples);
+/// Whether a step, each of whose arguments has a register of its own, and the vector step for it give the same on samples of all kinds
+/// of numbers; any NaN is as good as another. `ofFew`: also where they are given a few elements at a time.
+bool sameBits(const ElementwiseStep& step, const VectorStep& vector, c10::ScalarType type, bool ofFew);
 
 } // namespace offload

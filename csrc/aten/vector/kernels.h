@@ -26,7 +26,6 @@ enum class VectorOp : std::uint8_t {
   AddProduct, // a + s b c
   AddQuotient, // a + s b / c
   SquareRoot,
-  Maximum, // NaN where either is
   Negative,
 };
 

@@ -56,7 +56,6 @@ inline Value compute(Value a, Value b, Value c, Value number) {
   if constexpr (op == VectorOp::AddProduct) return fusedMultiplyAdd(number * b, c, a);
   if constexpr (op == VectorOp::AddQuotient) return a + number * b / c;
   if constexpr (op == VectorOp::SquareRoot) return squareRoot(a);
-  if constexpr (op == VectorOp::Maximum) return a != a || a > b ? a : b;
   if constexpr (op == VectorOp::Negative) return -a;
   // From the end that is nearer.
   if constexpr (op == VectorOp::Lerp) {
@@ -98,7 +97,12 @@ void loop(void* out, const void* a, const void* b, const void* c, double number,
   const auto* const second = arraysOf(op) > 1 ? static_cast<const Stored*>(b) : first;
   const auto* const third = arraysOf(op) > 2 ? static_cast<const Stored*>(c) : first;
   const auto s = numberOf<op, Stored>(static_cast<Value>(number));
-#pragma GCC ivdep // an element is written after it is read, and no other meets it
+  // An element is written after it is read, and meets no other.
+#ifdef __clang__
+#pragma clang loop vectorize(assume_safety)
+#else
+#pragma GCC ivdep
+#endif
   for (std::size_t k = 0; k < count; ++k) {
     store(to[k], compute<op, Value>(valueOf(first[k]), valueOf(second[k]), valueOf(third[k]), s));
   }
@@ -141,8 +145,6 @@ VectorKernel kernel(VectorOp op, VectorType type) {
       return ofType<VectorOp::AddQuotient>(type);
     case VectorOp::SquareRoot:
       return ofType<VectorOp::SquareRoot>(type);
-    case VectorOp::Maximum:
-      return ofType<VectorOp::Maximum>(type);
     case VectorOp::Negative:
       return ofType<VectorOp::Negative>(type);
   }

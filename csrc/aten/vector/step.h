@@ -4,9 +4,9 @@
 // PyTorch's kernels, called for a piece, cost a microsecond each and read and write what the second-level cache holds. A vector
 // kernel costs nanoseconds, so steps that follow each other may be done to what the first level holds, and the time is memory's.
 // The bits must be PyTorch's all the same, whose kernels may round otherwise in another version, compiler or set of
-// instructions: its square roots of contiguous float come from a library that doesn't round to the nearest, for one. So before a
-// kernel is used for the first time, PyTorch's operation and the kernel are done to samples of all kinds of numbers, and where a
-// bit differs (but that of NaNs any is as good as another) the operation stays PyTorch's.
+// instructions. So before a kernel is used for the first time, PyTorch's operation and the kernel are done to samples of all kinds of
+// numbers, and where a bit differs (but that of NaNs any is as good as another) the operation stays PyTorch's. A maximum does, as
+// that of two zeros depends on where in a tensor they are.
 #pragma once
 
 #include "aten/elementwise_step.h"
@@ -16,7 +16,6 @@
 
 #include <array>
 #include <cstddef>
-#include <optional>
 #include <span>
 
 namespace offload {
@@ -28,8 +27,8 @@ struct VectorStep {
   double number = 0.0;
 };
 
-/// What does the same to registers of one type; none where no kernel does.
-std::optional<VectorStep> vectorStep(const ElementwiseStep& step, c10::ScalarType type);
+/// What does the same to registers of one type; without a kernel where none does.
+VectorStep vectorStep(const ElementwiseStep& step, c10::ScalarType type);
 
 /// Does the steps to `count` elements from each register's address on.
 void runVectorSteps(
