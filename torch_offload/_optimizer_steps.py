@@ -81,8 +81,7 @@ def _step_of(loop: Callable[[list[list[Any]]], None], row: _Row) -> _Step | None
 
 def _applies(parameters: Sequence[Tensor], settings: dict[str, Any]) -> bool:
     return (
-        not torch.compiler.is_dynamo_compiling()
-        and len(parameters) > 0
+        len(parameters) > 0
         and _C.HostScope.active()
         and not torch.is_grad_enabled()
         and not settings.get("differentiable")
@@ -120,7 +119,8 @@ class _Lists:
 def _one_by_one(algorithm: Algorithm) -> Algorithm:
     @functools.wraps(algorithm)
     def run(parameters: list[Tensor], *others: Any, **settings: Any) -> None:
-        if not _applies(parameters, settings):
+        # A compiled step is traced as it is, and nothing that can't be traced comes before this.
+        if torch.compiler.is_dynamo_compiling() or not _applies(parameters, settings):
             return algorithm(parameters, *others, **settings)
         lists = _Lists(algorithm, [parameters, *others], settings)
         for index in reversed(range(len(parameters))):
@@ -135,6 +135,8 @@ def _piece_by_piece(loop: Algorithm) -> Algorithm:
 
     @functools.wraps(loop)
     def run(parameters: list[Tensor], *others: Any, **settings: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return loop(parameters, *others, **settings)
         watched = _get_current_dispatch_mode() is not None  # by somebody who shall see every operation
         if (
             watched
