@@ -264,7 +264,7 @@ bool recordsGraph() {
 }
 
 OFFLOAD_LIBRARY(offload, m) {
-  // A CUDA graph can't hold them: it would replay addresses that the cache has given to others since.
+  // A graph that inductor captures can't hold them as they are: see torch_offload/compile/inductor.py for when it does.
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def("fetch(Tensor self, Device device) -> Tensor", tags);
   m.def("fetch.aligned(Tensor self, Device device, *, int alignment) -> Tensor", tags);

@@ -100,3 +100,26 @@ def test_training():
             gradients.append({name: gradient.cpu() for name, gradient in grads(model).items()})
         found.append(gradients)
     assert_same(found[1], found[0])
+
+
+def test_training_with_new_weights():
+    """Writes in place and `load_state_dict` between steps: a replay computes with the values of its time."""
+    torch.manual_seed(0)
+    plain = layers(4, 32)
+    found = []
+    for device in (COMPUTE, OFFLOAD):
+        torch.compiler.reset()
+        model = copy.deepcopy(plain).to(device)
+        step, outputs = graphed(model), []
+        for k in range(9):
+            model.zero_grad()
+            y = step(data(3, 32, seed=k % 3))
+            y.square().mean().backward()
+            outputs.append((y.detach().cpu(), {name: gradient.cpu() for name, gradient in grads(model).items()}))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter.cpu() - 0.5 * parameter.grad.cpu())  # the bits of the host, on both
+            if k % 4 == 3:
+                model.load_state_dict({name: value.cpu() * 1.5 for name, value in model.state_dict().items()})
+        found.append(outputs)
+    assert_same(found[1], found[0])

@@ -38,6 +38,14 @@ def test_an_aligned_fetch_of_what_is_not():
         assert_same(fetched, source)
 
 
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("layout", [lambda t: t, lambda t: t.t(), lambda t: t[:, ::2]], ids=["rows", "columns", "gaps"])
+def test_opcheck_of_an_aligned_fetch(layout, alignment):
+    """Without derivatives: inductor calls it, below autograd."""
+    source, target = layout(at(OFFLOAD, 4, 6)), torch.device("cpu:0") if SIM else COMPUTE
+    torch.library.opcheck(torch.ops.offload.fetch.aligned, (source, target), {"alignment": alignment})
+
+
 LAYOUTS = {
     "transposed": lambda t: t.t(),
     "gaps": lambda t: t[:, ::2],

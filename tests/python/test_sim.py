@@ -55,6 +55,8 @@ EVERYTHING = [
 SHARING = ["writes_between_forwards", "writes_of_a_child", "writes_of_a_child_into_a_result", "results_of_a_child"]
 REST = [
     "test_bitsandbytes.py",
+    "test_compile_dynamic.py",
+    "test_compile_optimizers.py",
     "test_composites.py",
     "test_file_backed.py",
     "test_gpu_steps.py",
@@ -178,6 +180,10 @@ GPU_RUNS = {
         {"TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_RING_BYTES": "512", "TORCH_OFFLOAD_BUDGET": "1024"},
     ),
     "memory that is not pinned": (ORDER, {"TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_PINNED_LIMIT": "0"}),
+    "graphs, late copies": (
+        ["test_graphs.py", "test_compile_graphs.py"],
+        {"TORCH_OFFLOAD_COPY_DELAY_US": "300", "TORCH_OFFLOAD_POISON": "1"},
+    ),
 }
 
 
