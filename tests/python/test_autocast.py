@@ -295,6 +295,32 @@ def test_training_with_autocast():
     same(run)
 
 
+@pytest.mark.parametrize("overflows", [False, True])
+def test_float16_with_a_scaler(overflows):
+    """A step whose gradients overflow is left out, and the scale halved, as on the plain device."""
+
+    def run(device):
+        net = nn.Sequential(nn.Linear(9, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3)).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        scaler = torch.amp.GradScaler(COMPUTE.type, init_scale=2.0**24 if overflows else 256.0, growth_interval=2)
+        x, found = torch.randn(6, 9).to(COMPUTE), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast(COMPUTE.type, torch.float16):
+                loss = net(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            found.append((loss.detach().cpu(), scaler.get_scale()))
+        return found, list(net.parameters())
+
+    found, _ = same(run)
+    scales = [scale for _, scale in found]
+    assert scales[0] == 2.0**23 if overflows else scales == [256.0, 512.0, 512.0, 1024.0]
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_without_gradients(inference):
     def run(device):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import COMPUTE, CPU, OFFLOAD, assert_same
+from helpers import COMPUTE, CPU, OFFLOAD, assert_same, at, deterministic
 from torch import nn
 
 FACTORIES = {
@@ -125,6 +125,39 @@ def test_set_default_device():
     finally:
         torch.set_default_device(None)
     assert torch.ones(2).device == CPU
+
+
+@pytest.fixture
+def defaults():
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+def made_and_trained(default_device, fed, dtype):
+    """A model that is built where the default says, of its dtype, with values from outside; and what a step of it gives."""
+    torch.set_default_device(default_device)
+    torch.set_default_dtype(dtype)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.GELU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2))
+    with torch.no_grad():
+        for seed, parameter in enumerate(net.parameters()):
+            parameter.copy_(at("cpu", *parameter.shape, seed=seed))
+    x = torch.empty(4, 5).copy_(at("cpu", 4, 5, seed=9)).to(fed)
+    result = net(x) * torch.arange(1, 3).to(x)
+    result.square().mean().backward()
+    assert {parameter.dtype for parameter in net.parameters()} == {x.dtype} == {result.dtype} == {dtype}
+    assert {parameter.device.type for parameter in net.parameters()} == {torch.device(default_device).type}
+    assert result.device.type == x.device.type
+    return result, [parameter.grad for parameter in net.parameters()]
+
+
+@pytest.mark.usefixtures("defaults")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("fed", ["offload", COMPUTE.type])
+def test_a_model_made_with_defaults(fed, dtype):
+    with deterministic():
+        plain = made_and_trained(COMPUTE, COMPUTE, dtype)
+        assert_same(made_and_trained("offload", fed, dtype), plain)
 
 
 def test_meta_to_offload():
