@@ -4,7 +4,7 @@ import platform
 
 import pytest
 import torch
-from helpers import OFFLOAD
+from helpers import OFFLOAD, passes
 
 from torch_offload import _elementwise
 
@@ -140,6 +140,22 @@ def test_operands_of_another_type_than_it_was_prepared_for():
     operands = [torch.full((1000,), 3.0, dtype=torch.bfloat16, device=OFFLOAD) for _ in range(3)]
     program.run(operands)
     assert (operands[0].cpu() == 9).all()
+
+
+def test_a_profile_shows_nothing_of_the_samples():
+    """In a process of its own, where nothing has been looked at yet."""
+    passes(
+        """
+        import torch, torch_offload
+        parameter = torch.ones(1000, device="offload", requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW([parameter])
+        optimizer.step()
+        with torch.profiler.profile() as profiled:
+            optimizer.step()
+        assert len(profiled.events()) < 500, len(profiled.events())
+        """
+    )
 
 
 def test_a_program_is_prepared_once():

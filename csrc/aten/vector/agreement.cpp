@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <bit>
@@ -94,6 +95,7 @@ void letCancel(const ElementwiseStep& step, std::vector<at::Tensor>& values, std
 
 bool sameBits(const ElementwiseStep& step, const VectorStep& vector, c10::ScalarType type, bool ofFew) {
   const at::AutoDispatchBelowADInplaceOrView belowAutograd;
+  const at::DisableRecordFunctionGuard unseen; // by a profiler, to which these are none of the program's
   const FloatMode usual(kUsualFloatMode);
   std::vector<at::Tensor> values;
   for (std::size_t number = 0; number < step.registers.size(); ++number) values.push_back(sample(type, number));
