@@ -55,7 +55,7 @@ def test_new_inputs_and_new_weights(budget, ring):
     _, model, plain = pair(8)
     x = data(3, WIDTH)
     graph, y = captured(model, x)
-    for k in range(6):
+    for k in range(100):
         x.copy_(data(3, WIDTH, seed=k))
         if k % 2:
             for changed in (plain, model):
