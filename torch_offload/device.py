@@ -122,7 +122,8 @@ def stats(device: _Device = None) -> dict[str, Any]:
         ``copies_to_device`` and ``copies_to_host`` that these travelled in; ``updates`` in the cache, parameters that
         :func:`set_gpu_steps` had stepped there. Of all devices: ``host_waits``, how often threads
         waited for copies and for files, and ``host_wait_seconds``; ``host_fallbacks``, how often an operation on offload
-        tensors alone had no CUDA kernel and ran on the host, by its name.
+        tensors alone had no CUDA kernel and ran on the host, by its name; ``excess_bytes``, by name what operations had
+        fetched beyond the elements of operands that lie apart, where that was 16 MiB or more.
     """
     everything = memory_stats(device)
     moved = {
@@ -132,6 +133,7 @@ def stats(device: _Device = None) -> dict[str, Any]:
         "host_waits": everything["host_waits.count"],
         "host_wait_seconds": everything["host_waits.seconds"],
         "host_fallbacks": everything["host_fallbacks"],
+        "excess_bytes": everything["excess_bytes"],
     }
 
 

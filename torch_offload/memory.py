@@ -57,7 +57,8 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
         were to be done on the host while the program goes on (``submitted``), and those not done yet (``pending``), which hold
         the memory of their tensors. ``host_waits.*``: how often threads waited for copies, files and such work, and for how
         many seconds. ``host_fallbacks``: how often an operation on offload tensors alone had no CUDA kernel and ran on the
-        host, by its name.
+        host, by its name. ``excess_bytes``: by name what operations had fetched beyond the elements of operands that lie apart,
+        where that was 16 MiB or more, whether or not the cache had it.
     """
     return _C.statistics(index_of(device))
 

@@ -1,5 +1,6 @@
 #include "aten/fetch.h"
 
+#include "aten/needless_work.h"
 #include "aten/refusals.h"
 #include "compat/released_storage.h"
 #include "core/error.h"
@@ -94,16 +95,6 @@ void claimLeaf(const at::Tensor& offload) {
   if (block.purpose == Purpose::Temporary && offload.is_leaf()) Context::get().accounts().claim(block, Purpose::Parameter);
 }
 
-// A copy takes whole ranges of bytes.
-void warnOfGaps(const at::Tensor& offload, const Extent& extent) {
-  const auto used = static_cast<std::size_t>(offload.numel()) * static_cast<std::size_t>(offload.element_size());
-  if (extent.bytes() < kLargeBytes || extent.bytes() / 2 < used) return;
-  TORCH_WARN_ONCE(
-      "offload: an operation fetches a tensor of shape ", offload.sizes(), " and strides ", offload.strides(), ", whose ", used,
-      " bytes lie apart: all ", extent.bytes(),
-      " bytes between the first and the last travel. Where it is used often, keep a copy, tensor.contiguous(). (Said once.)");
-}
-
 // The newest value of a Block is what the device `computed` has just written here.
 void adoptBytes(Block& block, const at::Tensor& value, c10::Device computed) {
   Context& context = Context::get();
@@ -144,7 +135,7 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   at::Tensor result;
   if (isCached(target)) {
     const Extent extent = existingExtentOf(offload).aligned();
-    warnOfGaps(offload, extent);
+    countExcess(offload, extent.bytes());
     const auto item = static_cast<std::size_t>(offload.element_size());
     c10::Storage storage(c10::Storage::use_byte_size_t(), extent.bytes(), fetchBytes(offload, extent, target), nullptr, false);
     const auto shift = offload.numel() == 0 ? 0 : offload.storage_offset() - static_cast<std::int64_t>(extent.begin / item);

@@ -11,9 +11,6 @@ namespace offload {
 /// cache's alone; a tensor that was fetched there is on `cpu`.
 at::Tensor fetchTo(const at::Tensor& offload, c10::Device target);
 
-/// From here on a user is told of bytes that travel, or of work that is done on the host, without need.
-constexpr std::size_t kLargeBytes = std::size_t{16} << 20;
-
 /// Whether a fetch to this target goes through the cache.
 bool isCached(c10::Device target);
 

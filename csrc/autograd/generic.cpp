@@ -8,6 +8,7 @@
 
 #include "aten/fetch.h"
 #include "aten/host_kernel.h"
+#include "aten/needless_work.h"
 #include "aten/op_traits.h"
 #include "aten/refusals.h"
 #include "autograd/lowered.h"
@@ -23,7 +24,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <mutex>
-#include <set>
 
 namespace offload {
 namespace {
@@ -33,26 +33,12 @@ using torch::jit::Stack;
 
 OperationWatch& watch();
 
-std::mutex fallbacksMutex;
-std::map<std::string, std::uint64_t>& fallbacks() {
-  static auto* instance = new std::map<std::string, std::uint64_t>();
-  return *instance;
-}
-
-void countFallback(const c10::OperatorHandle& op, const Stack& arguments) {
+std::size_t bytesOf(const Stack& arguments) {
   std::size_t bytes = 0;
   for (const auto& argument : arguments) {
     if (argument.isTensor() && argument.toTensor().defined()) bytes += argument.toTensor().nbytes();
   }
-  {
-    std::lock_guard lock(fallbacksMutex);
-    static auto* told = new std::set<std::string>();
-    ++fallbacks()[op.schema().name()];
-    if (bytes < kLargeBytes || !told->insert(op.schema().name()).second) return;
-  }
-  TORCH_WARN(
-      "offload: ", op.schema().name(), " has no CUDA kernel for its operands of ", bytes,
-      " bytes and computes on the CPU, on offload tensors alone; torch_offload.stats()[\"host_fallbacks\"] counts the calls.");
+  return bytes;
 }
 
 // An operand that is written to where it isn't at home: the operation gets a copy, and the operand is then copied from.
@@ -91,6 +77,7 @@ void keepWritten(const Written& written, c10::Device computed) noexcept {
 // A fetched tensor's storage is but the operand's part. Here all of it travels, and the operand is where it was.
 at::Tensor fetchInStorage(const at::Tensor& tensor, c10::Device target) {
   const auto elements = static_cast<std::int64_t>(tensor.storage().nbytes() / tensor.dtype().itemsize());
+  if (isCached(target)) countExcess(tensor, tensor.storage().nbytes());
   return fetch(tensor.as_strided({elements}, {1}, 0), target)
       .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
@@ -100,6 +87,7 @@ void callFetched(
     const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack,
     std::optional<at::ScalarType> lower = {}) {
   const bool hiddenWrites = traits.writesHidden(stack);
+  const FetchingFor named(op);
   ReleaseRefill watch(placement.compute);
   std::vector<Written> writes;
   std::vector<std::pair<at::Tensor, at::Tensor>> fetched;
@@ -149,7 +137,7 @@ void runFetched(
     return callFetched(op, traits, placement, stack, lower);
   } catch (const c10::NotImplementedError&) {
     // The paired device has no kernel for it (integer matmul, say).
-    countFallback(op, arguments);
+    countHostFallback(op, bytesOf(arguments));
   }
   stack.assign(arguments.begin(), arguments.end());
   placement.compute = c10::Device(c10::kCPU);
@@ -364,11 +352,6 @@ void interceptAutocast() {
       registered->push_back(dispatcher.registerImpl(name, key, std::move(kernel), std::nullopt, nullptr, "torch_offload"));
     }
   }
-}
-
-std::map<std::string, std::uint64_t> hostFallbacks() {
-  std::lock_guard lock(fallbacksMutex);
-  return fallbacks();
 }
 
 // Autocast's work for offload tensors is done by the device that they are fetched to.

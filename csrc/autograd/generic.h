@@ -2,9 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <map>
-#include <string>
 
 namespace offload {
 
@@ -15,8 +12,5 @@ std::size_t interceptOperations();
 /// Puts a kernel above autocast's own for every operation that has one; to be called once, when the first offload tensor is made:
 /// a program without one keeps PyTorch's.
 void interceptAutocast();
-
-/// How often an operation on offload tensors alone had no kernel on the paired device and ran on the host instead, by name.
-std::map<std::string, std::uint64_t> hostFallbacks();
 
 } // namespace offload

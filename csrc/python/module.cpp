@@ -5,6 +5,7 @@
 #include "aten/device_work.h"
 #include "aten/fetch.h"
 #include "aten/generator.h"
+#include "aten/needless_work.h"
 #include "aten/placement.h"
 #include "aten/refusals.h"
 #include "aten/settings_check.h"
@@ -110,6 +111,7 @@ py::dict statistics(int index) {
   result["host_waits.count"] = waits.count;
   result["host_waits.seconds"] = std::chrono::duration<double>(waits.time).count();
   result["host_fallbacks"] = hostFallbacks();
+  result["excess_bytes"] = excessBytes();
   return result;
 }
 

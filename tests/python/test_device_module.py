@@ -1,5 +1,6 @@
 """``torch.offload`` and the device itself."""
 
+import ast
 import gc
 import os
 import threading
@@ -250,14 +251,21 @@ def test_a_column_of_a_large_tensor_is_said_to_travel_with_the_rest():
             plain + large.t()[:1024, 0]  # a row, whose bytes lie together
             plain[:4, None] + large[:4]
             assert not seen, seen[0].message
+            assert torch_offload.stats()["excess_bytes"] == {}
             for _ in range(2):
                 plain + large[:, 0]
+                torch.mul(plain, large[:, 0])
         for warning in seen:
             print(str(warning.message).splitlines()[0])
+        print(torch_offload.stats()["excess_bytes"])
         """
     )
-    (sentence,) = told.splitlines()
-    assert "shape [1024] and strides [8192], whose 4096 bytes lie apart: all 33521668 bytes" in sentence
+    *sentences, counted = told.splitlines()
+    assert [sentence.split()[1] for sentence in sentences] == ["aten::add", "aten::mul"]
+    for sentence in sentences:
+        assert "shape [1024] and strides [8192], whose 4096 bytes lie apart: all 33521668 bytes" in sentence
+    once = 33521668 - 4096
+    assert ast.literal_eval(counted) == {"aten::add": 2 * once, "aten::mul": 2 * once}
 
 
 def rows_of(summary):
