@@ -63,11 +63,6 @@ bool isNumber(const at::Tensor& tensor) {
       tensor.scalar_type() != at::kBool;
 }
 
-// A number that Python code gave for a tensor: nobody else has it, and it has no say in dtypes.
-bool isWrapped(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->is_wrapped_number();
-}
-
 // Numbers that the dtype holds: of others PyTorch says that they overflow.
 bool holds(at::ScalarType type, const c10::IValue& number) {
   if (!number.isInt() && !number.isDouble()) return false;

@@ -34,13 +34,8 @@ std::optional<VectorType> vectorType(c10::ScalarType type) {
   }
 }
 
-// What Python code gave as a number for a tensor has no say in dtypes.
-bool isWrapped(const c10::IValue& value) {
-  return value.isTensor() && value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
-}
-
 std::optional<double> numberOf(const c10::IValue& value) {
-  if (isWrapped(value)) return numberOf(c10::IValue(value.toTensor().item()));
+  if (value.isTensor() && isWrapped(value.toTensor())) return numberOf(c10::IValue(value.toTensor().item()));
   if (value.isDouble()) return value.toDouble();
   if (!value.isInt()) return std::nullopt;
   constexpr std::int64_t most = std::int64_t{1} << 53; // what is more is rounded twice on the way to a float
