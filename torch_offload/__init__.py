@@ -28,11 +28,13 @@ from torch_offload._scopes import on_host  # noqa: E402
 from torch_offload._trace import trace  # noqa: E402
 from torch_offload.device import (  # noqa: E402
     empty_cache,
+    get_autocast_copies,
     get_budget,
     get_gpu_steps,
     get_ring_bytes,
     memory_stats,
     memory_summary,
+    set_autocast_copies,
     set_budget,
     set_gpu_steps,
     set_ring_bytes,
@@ -46,6 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SavedTensorsPlan",
     "empty_cache",
+    "get_autocast_copies",
     "get_budget",
     "get_gpu_steps",
     "get_ring_bytes",
@@ -56,6 +59,7 @@ __all__ = [
     "offload_activations",
     "on_host",
     "saved_tensors",
+    "set_autocast_copies",
     "set_budget",
     "set_gpu_steps",
     "set_ring_bytes",

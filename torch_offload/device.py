@@ -173,6 +173,28 @@ def set_gpu_steps(enabled: bool) -> None:
     _C.set_work_on_device(enabled)
 
 
+def get_autocast_copies() -> bool:
+    """What :func:`set_autocast_copies` was given last; False at first."""
+    return _C.autocast_copies()
+
+
+def set_autocast_copies(enabled: bool) -> None:
+    """Whether the host keeps copies of fp32 weights in the dtype that ``torch.autocast`` casts them to, half as large.
+
+    Then a weight is cast on the host, once for each value that it has, and the copy travels and stays in the cache instead of
+    the weight: half the bytes on the link and on the GPU, for half as many more on the host, and a pass of the host over the
+    weight behind each optimizer step. Values and gradients are the same bits. A weight gets its copy when an operation has it
+    cast for the first time, if it has 1 MiB or more; with False each copy goes when its weight is next updated or gone.
+
+    It is for weights that are used more often than they are updated: inference, frozen weights, gradient accumulation, and
+    training whose time the link sets. Compiled graphs cast on the GPU as ever, and so does all that runs with
+    :func:`set_gpu_steps`.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"copies are kept or they aren't; give True or False, not {enabled!r}.")
+    _C.set_autocast_copies(enabled)
+
+
 def get_budget(device: _Device = None) -> int:
     """GPU bytes that the cache may hold beside the ring: weights that stay, and results that the host does not have yet.
 
@@ -225,6 +247,7 @@ __all__ = [
     "device_of",
     "empty_cache",
     "get_amp_supported_dtype",
+    "get_autocast_copies",
     "get_budget",
     "get_device_capability",
     "get_device_name",
@@ -256,6 +279,7 @@ __all__ = [
     "reset_peak_memory_stats",
     "seed",
     "seed_all",
+    "set_autocast_copies",
     "set_budget",
     "set_device",
     "set_gpu_steps",

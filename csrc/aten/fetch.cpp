@@ -1,5 +1,6 @@
 #include "aten/fetch.h"
 
+#include "aten/autocast_copies.h"
 #include "aten/needless_work.h"
 #include "aten/refusals.h"
 #include "compat/released_storage.h"
@@ -297,7 +298,8 @@ void refillFetched(const at::Tensor& fetched, const at::Tensor& offload, c10::De
     return compat::giveMemory(storage, fetchBytes(offload, existingExtentOf(offload).aligned(), target));
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  const at::Tensor cast = fetchTo(offload, target).to(fetched.scalar_type());
+  at::Tensor cast = fetchCopy(offload, target, fetched.scalar_type());
+  if (!cast.defined()) cast = fetchTo(offload, target).to(fetched.scalar_type());
   compat::giveMemory(storage, cast.storage().unsafeGetStorageImpl()->set_data_ptr({nullptr, cast.device()}));
 }
 

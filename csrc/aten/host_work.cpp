@@ -1,5 +1,6 @@
 #include "aten/host_work.h"
 
+#include "aten/autocast_copies.h"
 #include "aten/captured_graph.h"
 #include "aten/float_mode.h"
 #include "aten/tensors.h"
@@ -45,6 +46,7 @@ void doOnHost(const std::vector<HostOperand>& operands, std::function<void()> wo
     work();
   };
   context.residency().runLater(claims, later);
+  renewCopies(operands);
 }
 
 } // namespace offload

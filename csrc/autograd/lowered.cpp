@@ -1,5 +1,6 @@
 #include "autograd/lowered.h"
 
+#include "aten/autocast_copies.h"
 #include "aten/fetch.h"
 #include "aten/tensors.h"
 #include "autograd/nodes.h"
@@ -42,14 +43,15 @@ class Casts {
     const auto found = nodes_.find(parameter.unsafeGetTensorImpl());
     if (found == nodes_.end() || found->second.target != target || found->second.dtype != dtype) return {};
     auto node = found->second.node.lock();
+    if (!node) return {};
     // The address may be another parameter's by now.
-    const bool same = node && node->next_edge(0).function->next_edge(0) == torch::autograd::impl::gradient_edge(parameter);
-    return same ? node : compat::NodePointer();
+    const auto& source = found->second.ofCopy ? node->next_edge(0) : node->next_edge(0).function->next_edge(0);
+    return source == torch::autograd::impl::gradient_edge(parameter) ? node : compat::NodePointer();
   }
 
-  void add(const at::Tensor& parameter, c10::Device target, const at::Tensor& cast) {
+  void add(const at::Tensor& parameter, c10::Device target, const at::Tensor& cast, bool ofCopy) {
     std::lock_guard lock(mutex_);
-    nodes_[parameter.unsafeGetTensorImpl()] = Cast{compat::WeakNode(cast.grad_fn()), target, cast.scalar_type()};
+    nodes_[parameter.unsafeGetTensorImpl()] = Cast{compat::WeakNode(cast.grad_fn()), target, cast.scalar_type(), ofCopy};
   }
 
  private:
@@ -57,6 +59,7 @@ class Casts {
     compat::WeakNode node;
     c10::Device target = c10::kCPU;
     at::ScalarType dtype = at::kFloat;
+    bool ofCopy = false; // then it is one node, otherwise that of a fetch and that of a cast
   };
   std::mutex mutex_;
   at::Tensor region_;
@@ -74,6 +77,12 @@ bool isKept(const at::Tensor& tensor) {
       at::autocast::is_autocast_cache_enabled() && at::GradMode::is_enabled() && !tensor._fw_grad(0).defined();
 }
 
+// Where a fetch gives a tensor with one gradient, and no tangent.
+bool isPlain(const at::Tensor& tensor) {
+  return !tensor._fw_grad(0).defined() &&
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
 } // namespace
 
 bool isLowered(const c10::OperatorHandle& op) {
@@ -87,15 +96,18 @@ bool needsLowering(const at::Tensor& operand, at::ScalarType dtype) {
 at::Tensor fetchLowered(const at::Tensor& offload, c10::Device target, at::ScalarType dtype) {
   const bool kept = isKept(offload);
   const auto node = kept ? casts().find(offload, target, dtype) : compat::NodePointer();
-  at::Tensor cast;
-  {
+  at::Tensor cast = isPlain(offload) ? fetchCopy(offload, target, dtype) : at::Tensor();
+  const bool ofCopy = cast.defined();
+  if (!ofCopy) {
     const at::AutoGradMode mode(at::GradMode::is_enabled() && !node);
     cast = fetch(offload, target).to(dtype);
+    makeCopy(offload, target, dtype);
   }
   // What is emptied for a while must tell when its source has changed.
   if (isCached(target)) shareVersionCounter(offload, cast);
   if (node) torch::autograd::impl::set_gradient_edge(cast, torch::autograd::Edge(node, 0));
-  if (kept && !node) casts().add(offload, target, cast);
+  if (!node && ofCopy) recordFetch(offload, cast, target);
+  if (kept && !node) casts().add(offload, target, cast, ofCopy);
   return cast;
 }
 

@@ -80,6 +80,8 @@ struct FetchBackward final : Node {
   FetchBackward() : Node(kAtOnce) {}
   c10::Device home{kOffload};
   c10::Device target{c10::kCPU};
+  at::ScalarType dtype = at::kFloat; // of the source
+  bool casts = false; // the source's values had another one where they were fetched
   const void* source = nullptr; // see Block::gradientOf
 
   variable_list apply(variable_list&& inputs) override {
@@ -93,6 +95,7 @@ struct FetchBackward final : Node {
         ", and gradients on offload are dense; leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep that weight "
         "on the "
         "CPU or on CUDA.");
+    if (casts) gradient = gradient.to(dtype);
     if (sink() == nullptr && hasGaps(gradient)) gradient = cloneWithGaps(gradient);
     // A gradient that nobody else holds gives its memory away.
     if (!isSoleOwner(gradient) || torch::autograd::GradMode::is_enabled()) {
@@ -152,14 +155,7 @@ at::Tensor fetchAutograd(const at::Tensor& self, c10::Device target) {
     result = callFetch(self, target);
   }
   if (needsNode(self)) {
-    auto node = nodeFor<FetchBackward>(self);
-    node->home = self.device();
-    node->target = target;
-    if (!tracing() && self.has_storage() && self.storage().nbytes() > 0) {
-      const auto offset = self.storage_offset() * static_cast<std::int64_t>(self.element_size());
-      node->source = static_cast<const std::byte*>(blockOf(self.storage()).data) + offset;
-    }
-    torch::autograd::set_history(result, node);
+    recordFetch(self, result, target);
   } else if (self.requires_grad()) {
     // PyTorch picks algorithms by it without grad mode too (matmul folds its batch).
     result.set_requires_grad(true);
@@ -226,6 +222,20 @@ at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
 
 at::Tensor fetch(const at::Tensor& offload, c10::Device target) {
   return callFetch(offload, target);
+}
+
+void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Device target) {
+  if (!needsNode(offload)) return;
+  auto node = nodeFor<FetchBackward>(offload);
+  node->home = offload.device();
+  node->target = target;
+  node->dtype = offload.scalar_type();
+  node->casts = fetched.scalar_type() != node->dtype;
+  if (!tracing() && offload.has_storage() && offload.storage().nbytes() > 0) {
+    const auto offset = offload.storage_offset() * static_cast<std::int64_t>(offload.element_size());
+    node->source = static_cast<const std::byte*>(blockOf(offload.storage()).data) + offset;
+  }
+  torch::autograd::set_history(fetched, node);
 }
 
 at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device computed) {

@@ -8,6 +8,10 @@ namespace offload {
 /// An offload tensor on a target of fetchTo(), differentiable.
 at::Tensor fetch(const at::Tensor& offload, c10::Device target);
 
+/// Makes a tensor without history, which has the value of an offload tensor on a target of fetchTo(), in its dtype or in another one,
+/// differentiable as a fetch is.
+void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Device target);
+
 /// A result of an operation of ours as an offload tensor, differentiable; nobody else writes to its memory. `computed` is the
 /// target of fetchTo() that it was made on: its gradient goes back there.
 at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device computed);

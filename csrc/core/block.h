@@ -70,6 +70,8 @@ struct Block {
   /// Of a Shared Block: its memory, and the version there that `version` accounts for.
   std::shared_ptr<SharedMemory> shared;
   std::uint64_t seenVersion = 0;
+  /// What the glue keeps with the bytes, and guards: a copy in another dtype.
+  std::shared_ptr<void> copy;
   /// Set where the memory is a mapping of a file: Note [File-backed Blocks].
   std::shared_ptr<FileBytes> file;
 

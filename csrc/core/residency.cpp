@@ -158,6 +158,19 @@ void Residency::markWritten(Block& block) {
   release(retired);
 }
 
+std::optional<std::uint64_t> Residency::awaitVersion(Block& block) {
+  const auto audited = audit("awaitVersion", &block);
+  Lock lock(mutex_);
+  awaitIssued(lock, block);
+  if (block.hostVersion != block.version) return {};
+  return block.version;
+}
+
+std::uint64_t Residency::versionOf(const Block& block) const {
+  const Lock lock(mutex_);
+  return block.version;
+}
+
 std::vector<Token> Residency::forget(Block& block) noexcept {
   const auto audited = audit("forget");
   std::vector<Token> pending;

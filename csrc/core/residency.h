@@ -135,7 +135,10 @@ class Residency {
   /// To be called right before a graph is launched on `stream`, by whom calls endReplay() right after, whether it was or not.
   void beginReplay(const CapturedFetches& graph, Stream stream);
   void endReplay(const CapturedFetches& graph, Stream stream);
-  /// Throws Error where `stream` is being captured.
+  bool isCaptured(Stream stream) {
+    return link_.capturing(stream);
+  }
+  /// Throws Error where that is so.
   void refuseCapture(Stream stream, const char* what);
 
   /// See HostLease. The only call here that may wait, but for beginReplay(), writes to a Shared Block, and for a store that is the
@@ -164,6 +167,11 @@ class Residency {
   /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where
   /// the Block was written to since by anybody else, or is gone.
   void bringHome(const Pin& pin, Stream producer);
+
+  /// The version of the newest bytes, once all jobs on the Block are done; none where the host does not have them.
+  std::optional<std::uint64_t> awaitVersion(Block& block);
+  /// That of the bytes which a job reads, for `work` to ask.
+  std::uint64_t versionOf(const Block& block) const;
 
   /// Marks bytes that were changed behind this library's back, under a lease that reads, as written.
   void markWritten(Block& block);

@@ -1,5 +1,6 @@
 // The Python binding: thin, and nothing but it.
 #include "aten/activity_ranges.h"
+#include "aten/autocast_copies.h"
 #include "aten/context.h"
 #include "aten/cuda_glue.h"
 #include "aten/device_work.h"
@@ -245,6 +246,8 @@ PYBIND11_MODULE(_C, m) {
   bindFiles(m);
   bindSavedTensors(m);
   bindGraphs(m);
+  m.def("set_autocast_copies", &setAutocastCopies, py::arg("kept"), py::arg("least_bytes") = std::size_t{1} << 20);
+  m.def("autocast_copies", &autocastCopies);
   m.def("set_work_on_device", &setWorkOnDevice);
   m.def("may_work_on_device", &mayWorkOnDevice);
   m.def("set_ring_bytes", [](std::size_t bytes) {

@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = [
     "activations",
     "arena",
+    "autocast",
     "batches",
     "compile",
     "exactness",

@@ -44,6 +44,7 @@ EVERYTHING = [
     "test_serialization.py",
     "test_checkpointing.py",
     "test_autocast.py",
+    "test_autocast_copies.py",
     "test_inference.py",
     "test_functorch.py",
     "test_device_module.py",
