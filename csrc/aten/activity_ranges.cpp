@@ -121,9 +121,9 @@ class ActivityRanges final : public Observer {
       auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
       if (!callbacks) return nullptr;
       std::string name = names().find(addressOf(observation.host), observation.bytes);
-      if (name.empty() && observation.gradientOf != nullptr) {
-        const std::string of = names().find(addressOf(observation.gradientOf), 1);
-        if (!of.empty()) name = "gradient of " + of;
+      if (name.empty() && observation.derivedFrom != nullptr) {
+        const std::string of = names().find(addressOf(observation.derivedFrom), 1);
+        if (!of.empty()) name = (observation.purpose == Purpose::Parameter ? "copy of " : "gradient of ") + of;
       }
       if (name.empty()) name = nameOf(observation.purpose);
       name = std::string("offload::") + verbOf(observation.activity) + " " + name + " [" + std::to_string(observation.bytes) +

@@ -13,7 +13,7 @@ namespace offload {
 /// Note [Ranges]
 /// Each activity of the cache is a user's range (at::RecordFunction), which torch.profiler, its NVTX output and every other callback
 /// see like those of torch.profiler.record_function: "offload::fetch layers.0.weight [16384 B]". A gradient is "gradient of
-/// layers.0.weight". Where a tensor has no name its purpose stands there. A copy that is enqueued within a range carries its name on the GPU's time line too; of copies that
+/// layers.0.weight", a copy for autocast "copy of layers.0.weight". Where a tensor has no name its purpose stands there. A copy that is enqueued within a range carries its name on the GPU's time line too; of copies that
 /// are enqueued at once all carry the last one's. While nothing records, all of this is one question to a thread-local.
 Observer& activityRanges();
 

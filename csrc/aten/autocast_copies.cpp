@@ -98,6 +98,7 @@ void makeCopy(const at::Tensor& offload, c10::Device target, at::ScalarType dtyp
     copy = std::make_shared<LoweredCopy>();
     const auto elements = static_cast<std::int64_t>(block.bytes / sizeof(float));
     copy->value = emptyOffload({elements}, {1}, dtype, offload.device(), Born::Host, Purpose::Parameter);
+    blockOf(copy->value.storage()).derivedFrom = block.data;
     setCopy(block, copy);
   }
   renew(block, std::move(copy));

@@ -157,7 +157,7 @@ at::Tensor stashOnHost(
       value.is_non_overlapping_and_dense() ? value.strides().vec() : at::infer_dense_strides(value.sizes(), value.strides());
   const Born born = isCached(computed) ? Born::Device : Born::Host;
   auto result = emptyOffload(value.sizes(), strides, value.scalar_type(), home, born, purpose);
-  if (gradientOf != nullptr && result.storage().nbytes() > 0) blockOf(result.storage()).gradientOf = gradientOf;
+  if (gradientOf != nullptr && result.storage().nbytes() > 0) blockOf(result.storage()).derivedFrom = gradientOf;
   result.copy_(value);
   return result;
 }
@@ -194,7 +194,7 @@ at::Tensor stashResult(
   if (onDevice) {
     data = context.newBlock(storage.nbytes(), home.index(), Born::Device, purpose);
     auto& block = *static_cast<Block*>(data.get_context());
-    block.gradientOf = gradientOf;
+    block.derivedFrom = gradientOf;
     adoptBytes(block, value, computed);
   } else {
     data = context.foreignBlock(const_cast<void*>(storage.data()), storage.nbytes(), home.index(), keep(storage), purpose);

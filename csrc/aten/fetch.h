@@ -18,7 +18,7 @@ bool isCached(c10::Device target);
 c10::Device pairedDevice(c10::DeviceIndex index);
 
 /// An offload tensor with the value of `value`, which the caller keeps: nothing of its memory is held on to. It was born where
-/// `computed`, a target of fetchTo(), is. For `gradientOf` see Block.
+/// `computed`, a target of fetchTo(), is. For `gradientOf` see Block::derivedFrom.
 at::Tensor stashCopy(
     const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose = Purpose::Temporary,
     const void* gradientOf = nullptr);

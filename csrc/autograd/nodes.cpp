@@ -49,7 +49,7 @@ constexpr std::uint64_t kAtOnce = UINT64_MAX;
 
 struct MadeGradient {
   bool is = false;
-  const void* of = nullptr; // see Block::gradientOf
+  const void* of = nullptr; // see Block::derivedFrom
 };
 thread_local MadeGradient madeGradient;
 
@@ -82,7 +82,7 @@ struct FetchBackward final : Node {
   c10::Device target{c10::kCPU};
   at::ScalarType dtype = at::kFloat; // of the source
   bool casts = false; // the source's values had another one where they were fetched
-  const void* source = nullptr; // see Block::gradientOf
+  const void* source = nullptr; // see Block::derivedFrom
 
   variable_list apply(variable_list&& inputs) override {
     at::Tensor gradient = std::move(inputs[0]);

@@ -57,8 +57,9 @@ struct Block {
   std::uint32_t adoptions = 0;
   /// Such a result is copied to the host at once. Set before the first.
   bool goesHome = false;
-  /// Of a gradient: where the host bytes begin of what it is the gradient of, as a name only; null where that isn't known.
-  const void* gradientOf = nullptr;
+  /// Of a gradient, of what is only to be added to one, and of a copy in another dtype: where the host bytes begin of what it is the
+  /// gradient or the copy of, as a name only; null where that isn't known.
+  const void* derivedFrom = nullptr;
   /// For Schedule: how often any extent was fetched, and whether it knows one.
   std::uint64_t fetches = 0;
   bool scheduled = false;

@@ -17,7 +17,7 @@ Pin Residency::copyToDevice(
   slot->version = block.version;
   slot->host = static_cast<const std::byte*>(block.data) + extent.begin;
   slot->purpose = block.purpose;
-  slot->gradientOf = block.gradientOf;
+  slot->derivedFrom = block.derivedFrom;
   slot->buffer.bytes = extent.bytes() + shift;
   if (block.file) retireStale(block, retired); // of a read that has failed
   const std::size_t bytes = slot->buffer.bytes;
@@ -42,9 +42,10 @@ Pin Residency::copyToDevice(
     slot->buffer.home = dev.transfer.deviceBound();
     // What is only foreseen must not empty the cache.
     slot->buffer.data = tooLarge != nullptr ? allocate(dev, bytes) : link_.allocate(bytes, slot->buffer.home);
+    moveElsewhere(*slot);
     slot->data = static_cast<std::byte*>(slot->buffer.data) + shift;
     const Activity activity = tooLarge != nullptr ? Activity::Fetch : Activity::Prefetch;
-    const auto span = observe({activity, dev.index, slot->host, extent.bytes(), block.purpose, block.gradientOf});
+    const auto span = observe({activity, dev.index, slot->host, extent.bytes(), block.purpose, block.derivedFrom});
     copyIn(*slot, block, dev, after, reads);
   } catch (...) {
     failure = std::current_exception();
@@ -97,6 +98,29 @@ void* Residency::allocate(Device& dev, std::size_t bytes) {
     if (emptyCache(dev.index) == 0) throw;
   }
   return link_.allocate(bytes, dev.transfer.deviceBound());
+}
+
+// In poison mode: bytes that come again come to another place than last time, where the device has one. So who kept an address for
+// longer than its Pin finds poison, or other bytes, and never the right ones by chance.
+void Residency::moveElsewhere(Slot& slot) {
+  if (!options_.poison) return;
+  DeviceBuffer& buffer = slot.buffer;
+  const auto key = std::pair(slot.device, slot.host);
+  const auto wasHere = [&] {
+    Lock lock(mutex_);
+    const auto last = places_.find(key);
+    return last != places_.end() && last->second == buffer.data;
+  };
+  if (wasHere()) {
+    try {
+      void* const other = link_.allocate(buffer.bytes, buffer.home);
+      link_.free(std::exchange(buffer.data, other), buffer.home);
+    } catch (const OutOfMemory&) {
+      // There is no other place.
+    }
+  }
+  Lock lock(mutex_);
+  places_[key] = buffer.data;
 }
 
 } // namespace offload

@@ -25,7 +25,7 @@ struct Observation {
   const void* host; // where the bytes begin, or would, on the host
   std::size_t bytes;
   Purpose purpose;
-  const void* gradientOf; // see Block
+  const void* derivedFrom; // see Block
 };
 
 /// Called on the thread that does something, with no lock of this library held, so it may ask for statistics. It must not throw, and

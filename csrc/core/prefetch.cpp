@@ -144,7 +144,7 @@ Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
     slot->device = dev.index;
     slot->host = hostOf(next);
     slot->purpose = next.block->purpose;
-    slot->gradientOf = next.block->gradientOf;
+    slot->derivedFrom = next.block->derivedFrom;
     slot->buffer.bytes = own;
     dev.queue.makeRoom(stays ? 0 : own, dev.ring, retired);
     dev.queue.add(slot, stays ? Share::Staying : Share::Passing);
@@ -187,12 +187,13 @@ bool Residency::prefetch(Device& dev, const std::vector<Pin>& batch) noexcept {
         break; // no memory: the fetch itself will make room, or say so
       }
       slot.buffer.home = home;
+      moveElsewhere(slot);
       slots.push_back(pin.slot_);
     }
     std::unique_ptr<Observer::Span> span; // one after the other; all copies are enqueued within the last
     for (const auto& slot : slots) {
       span.reset();
-      span = observe({Activity::Prefetch, dev.index, slot->host, slot->extent.bytes(), slot->purpose, slot->gradientOf});
+      span = observe({Activity::Prefetch, dev.index, slot->host, slot->extent.bytes(), slot->purpose, slot->derivedFrom});
     }
     TokenSet after;
     Lock lock(mutex_);

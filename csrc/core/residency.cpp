@@ -77,7 +77,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     lock.unlock();
     release(retired);
     Pin pinned(*this, std::move(slot), data, {stream});
-    observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose, block.gradientOf});
+    observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose, block.derivedFrom});
     if (!ready.done()) ready.orderBefore(stream); // once it is known to be done, neither call reaches the driver
     prefetchMore(dev, std::move(next));
     return pinned;
@@ -123,7 +123,7 @@ HostLease Residency::lease(Block& block, Access access) {
   }
   HostLease lease(this, block, access);
   if (!std::all_of(inTheWay.begin(), inTheWay.end(), [](const Token& token) { return token.knownDone(); })) {
-    const auto span = observe({Activity::Wait, -1, block.data, block.bytes, block.purpose, block.gradientOf});
+    const auto span = observe({Activity::Wait, -1, block.data, block.bytes, block.purpose, block.derivedFrom});
     for (const Token& token : inTheWay) token.wait();
   }
   {
@@ -211,7 +211,7 @@ void Residency::awaitIssued(Lock& lock, const Block& block) {
     const bool mine = forWork && jobs_.want(block);
     const std::uint64_t claims = claimsMade_;
     lock.unlock();
-    auto waits = forWork ? observe({Activity::Wait, -1, block.data, block.bytes, block.purpose, block.gradientOf}) : nullptr;
+    auto waits = forWork ? observe({Activity::Wait, -1, block.data, block.bytes, block.purpose, block.derivedFrom}) : nullptr;
     if (mine) jobs_.runFor(block);
     hostWait([&] {
       Lock inner(mutex_);
@@ -272,7 +272,7 @@ void Residency::release(Slots& retired) noexcept {
       refused.push_back(std::move(slot));
       continue;
     }
-    observe({Activity::Evict, slot->device, slot->host, slot->extent.bytes(), slot->purpose, slot->gradientOf});
+    observe({Activity::Evict, slot->device, slot->host, slot->extent.bytes(), slot->purpose, slot->derivedFrom});
     const DeviceBuffer buffer = std::exchange(slot->buffer, {});
     if (!buffer.owner) link_.free(buffer.data, buffer.home);
   }
@@ -357,6 +357,7 @@ std::size_t Residency::emptyCache(int index) {
   {
     Lock lock(mutex_);
     Device& dev = device(index);
+    dev.addend.reset();
     spill(lock, dev, 0);
     const std::size_t before = dev.queue.stats.slotBytes; // from here on nobody else changes it
     dev.queue.shrink(0, retired);

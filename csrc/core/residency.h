@@ -75,7 +75,7 @@ struct ResidencyOptions {
   std::size_t batchLeast = TransferOptions{}.leastAtOnce;
   std::size_t batchMost = std::size_t{2} << 20;
   std::size_t batchBytes = std::size_t{8} << 20;
-  /// For tests: gives up every Slot at its last unpin, and fills memory that is given up with 0xFF.
+  /// For tests: gives up every Slot at its last unpin; fills memory that is given up with 0xFF, and has the bytes come back elsewhere.
   bool evictAtUnpin = false;
   bool poison = false;
   /// For tests: checks every invariant after every public call, and ends the process where one is broken.
@@ -240,6 +240,7 @@ class Residency {
     std::uint64_t wrongCopies = 0; // and copies
     int steady = 0; // how well the order could be foretold of late
     Token lastCopy; // of the last copy to the device
+    std::weak_ptr<Slot> addend; // the last result that is only to be added to a gradient
     std::shared_ptr<Staging> staging; // from the first capture of a graph on, as is the next
     std::shared_ptr<HeldCopies> held;
   };
@@ -272,6 +273,8 @@ class Residency {
   bool tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noexcept;
   void spill(Lock& lock, Device& device, std::size_t budget) noexcept;
   bool isLastWrite(const Block& block) const;
+  static bool isAddend(const Block& block);
+  static bool isWithin(const Device& device, std::size_t budget);
   void expectRead(Block& block);
   void follow(Device& device);
   Forecast::Expected lookAhead(Device& device, std::size_t most);
@@ -295,6 +298,7 @@ class Residency {
   void release(Slots& retired) noexcept;
   void settle() noexcept;
   void* allocate(Device& device, std::size_t bytes);
+  void moveElsewhere(Slot& slot);
   void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, TokenSet& reads);
   void copyAllIn(const std::vector<Copying>& batch, Device& device, const std::vector<Token>& after, TokenSet& reads);
   void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
@@ -326,6 +330,7 @@ class Residency {
   std::optional<std::size_t> budgetBytes_;
   /// How often the gradient of the tensor at an address was written before the host read one.
   std::map<const void*, std::uint32_t> writesOfGradients_;
+  std::map<std::pair<int, const void*>, const void*> places_; // where host bytes were on a device last; with poison alone
   const ResidencyOptions options_;
   /// What failed in a host task, a read of a file, or in a job: the next fetch, lease or drain throws.
   DeferredError hostErrors_;

@@ -14,7 +14,7 @@ constexpr std::size_t kMostKept = std::size_t{1} << 30; // bytes that nobody but
 Observation workOn(const std::vector<Residency::Claim>& claims) {
   const auto written = std::ranges::find(claims, Access::Write, &Residency::Claim::access);
   const Block& block = *(written != claims.end() ? *written : claims.front()).block;
-  return {Activity::HostWork, -1, block.data, block.bytes, block.purpose, block.gradientOf};
+  return {Activity::HostWork, -1, block.data, block.bytes, block.purpose, block.derivedFrom};
 }
 
 } // namespace

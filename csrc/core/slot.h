@@ -77,7 +77,7 @@ struct Slot {
   std::byte* data = nullptr; // where the extent begins within the buffer
   const void* host = nullptr; // where it begins in host memory; for an Observer, also when the Block is gone
   Purpose purpose = Purpose::Temporary; // of the Block, likewise
-  const void* gradientOf = nullptr; // and this
+  const void* derivedFrom = nullptr; // and this
   /// The graph that it is part of, with memory of Staging; no Block or SlotQueue has it then, and only its Pin.
   std::shared_ptr<CapturedFetches> captured;
   /// The last write to the device bytes.

@@ -184,9 +184,9 @@ void SlotQueue::sort(const std::function<bool(const Slot&)>& stays) {
   }
 }
 
-std::shared_ptr<Slot> SlotQueue::oldestDirty() const {
-  const auto found = std::find_if(dirty_.begin(), dirty_.end(), [](const auto& slot) {
-    return slot->state == SlotState::Dirty && slot->block->issuing == 0;
+std::shared_ptr<Slot> SlotQueue::oldestDirty(const Slot* butFor) const {
+  const auto found = std::find_if(dirty_.begin(), dirty_.end(), [butFor](const auto& slot) {
+    return slot.get() != butFor && slot->state == SlotState::Dirty && slot->block->issuing == 0;
   });
   return found == dirty_.end() ? nullptr : *found;
 }

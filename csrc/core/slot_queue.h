@@ -71,8 +71,8 @@ class SlotQueue {
   void shrink(std::size_t budget, Slots& retired);
   /// Lets those pass of which `stays` is false.
   void sort(const std::function<bool(const Slot&)>& stays);
-  /// Null if there is none that nobody is busy with.
-  std::shared_ptr<Slot> oldestDirty() const;
+  /// Null if there is none that nobody is busy with, but for one.
+  std::shared_ptr<Slot> oldestDirty(const Slot* butFor) const;
 
   std::size_t passingBytes() const noexcept {
     return stats.slotBytes - stats.stayingBytes - stats.dirtyBytes;

@@ -124,8 +124,8 @@ void Residency::endUpdate(const std::vector<Claim>& claims, const std::vector<Pi
     for (std::size_t k = 0; k < claims.size(); ++k) {
       const auto& [block, access] = claims[k];
       if (access == Access::Read) {
-        if (changed && block->purpose == Purpose::Gradient && block->gradientOf != nullptr && block->adoptions > 0) {
-          writesOfGradients_[block->gradientOf] = UINT_MAX; // the host hasn't read it, and doesn't
+        if (changed && block->purpose == Purpose::Gradient && block->derivedFrom != nullptr && block->adoptions > 0) {
+          writesOfGradients_[block->derivedFrom] = UINT_MAX; // the host hasn't read it, and doesn't
           block->adoptions = 0;
         }
         continue;

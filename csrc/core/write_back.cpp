@@ -17,7 +17,7 @@ std::shared_ptr<Slot> Residency::takeResult(Device& dev, const Block& block, Dev
   slot->data = static_cast<std::byte*>(slot->buffer.data);
   slot->host = block.data;
   slot->purpose = block.purpose;
-  slot->gradientOf = block.gradientOf;
+  slot->derivedFrom = block.derivedFrom;
   Slots retired;
   {
     Lock lock(mutex_);
@@ -49,6 +49,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     retireStale(block, retired);
     block.slots.push_back(slot);
     dev.queue.move(slot, Share::Dirty);
+    if (isAddend(block)) dev.addend = slot;
     ++block.adoptions;
   }
   release(retired);
@@ -60,7 +61,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     if (dirtyOf(block) == slot) {
       if (leased) {
         writeHome(lock, slot);
-      } else if (block.goesHome || isLastWrite(block)) {
+      } else if (block.goesHome || isLastWrite(block) || (block.purpose == Purpose::Gradient && !isWithin(dev, dev.budget))) {
         tryWriteHome(lock, slot);
       }
     }
@@ -107,7 +108,7 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   std::exception_ptr failure;
   try {
     auto* const host = static_cast<std::byte*>(block.data) + extent.begin;
-    const auto span = observe({Activity::Store, producer.device, host, extent.bytes(), block.purpose, block.gradientOf});
+    const auto span = observe({Activity::Store, producer.device, host, extent.bytes(), block.purpose, block.derivedFrom});
     dev.transfer.toHost(host, source, extent.bytes(), memoryOf(block), after, home).orderBefore(producer);
   } catch (...) {
     failure = std::current_exception();
@@ -215,7 +216,7 @@ void Residency::writeHome(Lock& lock, const std::shared_ptr<Slot>& slot) {
   std::exception_ptr failure;
   try {
     if (block.file) block.file->prepare(Access::Write);
-    const auto span = observe({Activity::WriteBack, slot->device, block.data, block.bytes, block.purpose, block.gradientOf});
+    const auto span = observe({Activity::WriteBack, slot->device, block.data, block.bytes, block.purpose, block.derivedFrom});
     dev.transfer.toHost(block.data, slot->data, block.bytes, memoryOf(block), after, home);
   } catch (...) {
     failure = std::current_exception();
@@ -252,10 +253,18 @@ bool Residency::tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noex
   }
 }
 
-// Sends home what has been Dirty for longest, until the rest is within the budget.
+// The one addend does not count: it is gone before a copy of it would be home, and the addition would have to fetch it again.
+bool Residency::isWithin(const Device& dev, std::size_t budget) {
+  const auto addend = dev.addend.lock();
+  const bool there = addend && addend->share == Share::Dirty;
+  return dev.queue.budgetedBytes() - (there ? addend->buffer.bytes : 0) <= budget;
+}
+
+// Sends home what has been Dirty for longest, until the rest is within the budget. A gradient that finds no room has gone by itself: of
+// all gradients the next micro-batch wants the newest one last, so those that are there should stay.
 void Residency::spill(Lock& lock, Device& dev, std::size_t budget) noexcept {
-  while (dev.queue.budgetedBytes() > budget) {
-    const auto slot = dev.queue.oldestDirty();
+  while (!isWithin(dev, budget)) {
+    const auto slot = dev.queue.oldestDirty(dev.addend.lock().get());
     if (!slot || !tryWriteHome(lock, slot)) return;
   }
 }
@@ -273,14 +282,19 @@ std::shared_ptr<Slot> Residency::dirtyOf(const Block& block) const {
 // before the host read this parameter's gradient last time: a weight that is used twice has one more. Other results, gradients of
 // activations among them, stay until their room is wanted or the host asks: most never have to go.
 bool Residency::isLastWrite(const Block& block) const {
-  if (block.purpose != Purpose::Gradient || block.gradientOf == nullptr) return false;
-  const auto known = writesOfGradients_.find(block.gradientOf);
+  if (block.purpose != Purpose::Gradient || block.derivedFrom == nullptr) return false;
+  const auto known = writesOfGradients_.find(block.derivedFrom);
   return block.adoptions >= (known == writesOfGradients_.end() ? 1 : known->second);
+}
+
+// What backward makes of a weight that has a gradient already.
+bool Residency::isAddend(const Block& block) {
+  return block.purpose == Purpose::Temporary && block.derivedFrom != nullptr;
 }
 
 void Residency::expectRead(Block& block) {
   if (block.purpose != Purpose::Gradient || block.adoptions == 0) return;
-  writesOfGradients_[block.gradientOf] = block.adoptions;
+  writesOfGradients_[block.derivedFrom] = block.adoptions;
   block.adoptions = 0;
 }
 

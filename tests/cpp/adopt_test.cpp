@@ -117,6 +117,51 @@ TEST(Adopt, WhatIsLeavingIsGivenUpOldestFirst) {
   });
 }
 
+// Without a budget, where all else goes home at once.
+TEST(Adopt, WhatIsOnlyToBeAddedToAGradientStaysUntilThatIsDone) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const auto home = [&rig] { return rig.cache.transferStats(0).bytesToHost; };
+    const auto gradient = rig.newBlock(1000, Born::Device);
+    gradient->purpose = Purpose::Gradient;
+    gradient->derivedFrom = &rig; // a name
+    const auto newAddend = [&rig] {
+      auto block = rig.newBlock(1000, Born::Device);
+      block->derivedFrom = &rig;
+      return block;
+    };
+    rig.cache.adopt(*gradient, rig.newResult(stream, pattern(1, 1000)), stream);
+    EXPECT_EQ(home(), 1000U);
+    auto first = newAddend();
+    rig.cache.adopt(*first, rig.newResult(stream, pattern(2, 1000)), stream);
+    {
+      const auto hits = rig.cache.stats(0).hits;
+      const Pin pin = rig.cache.fetch(*first, {0, 1000}, stream);
+      EXPECT_EQ(rig.cache.stats(0).hits, hits + 1);
+      const auto seen = rig.readOnDevice(stream, pin.data(), 1000);
+      rig.sim.drain();
+      EXPECT_EQ(*seen, pattern(2, 1000));
+    }
+    EXPECT_EQ(home(), 1000U);
+    rig.cache.adopt(*gradient, rig.newResult(stream, pattern(3, 1000)), stream);
+    EXPECT_EQ(home(), 2000U);
+    first = nullptr;
+    EXPECT_EQ(home(), 2000U);
+
+    first = newAddend();
+    rig.cache.adopt(*first, rig.newResult(stream, pattern(4, 1000)), stream);
+    const auto second = newAddend();
+    rig.cache.adopt(*second, rig.newResult(stream, pattern(5, 1000)), stream);
+    EXPECT_EQ(home(), 3000U); // there is one of them at a time
+    EXPECT_EQ(rig.cache.stats(0).dirtyBytes, 1000U);
+    rig.cache.emptyCache(0);
+    EXPECT_EQ(home(), 4000U);
+    EXPECT_EQ(rig.cache.stats(0).slotBytes, 0U);
+    EXPECT_EQ(rig.read(*gradient), pattern(3, 1000));
+    EXPECT_EQ(rig.read(*first), pattern(4, 1000));
+    EXPECT_EQ(rig.read(*second), pattern(5, 1000));
+  });
+}
+
 TEST(Adopt, MemoryOfTheLinkIsFreedOnItsHomeStream) {
   onEverySeed([](Rig& rig, Stream stream) {
     const Stream producer = rig.sim.createStream(0);

@@ -68,7 +68,7 @@ class Budget : public ::testing::Test {
   Rig::BlockPtr newGradient() {
     auto block = rig_->newBlock(kBytes);
     block->purpose = Purpose::Gradient;
-    block->gradientOf = this; // a name
+    block->derivedFrom = this; // a name
     return block;
   }
 
@@ -184,24 +184,34 @@ TEST_F(Budget, IsGivenBackWhereAnAllocatorAsks) {
   make(8 * kBytes, 8);
   pass();
   const Pin pinned = rig_->cache.fetch(*layers_[0], {0, kBytes}, {});
+  const std::uint64_t evictions = rig_->cache.stats(0).evictions;
+  EXPECT_EQ(rig_->cache.stats(0).stayingBytes, 8 * kBytes);
   EXPECT_EQ(rig_->cache.relieve(0, 7, 0, kBytes + 8), 2 * kBytes);
   EXPECT_EQ(rig_->cache.stats(0).slotBytes, 6 * kBytes);
+  EXPECT_EQ(rig_->cache.stats(0).evictions, evictions + 2);
+  EXPECT_EQ(pass(), 2 * kBytes) << "what was given up has the same bytes again";
+  EXPECT_EQ(rig_->cache.relieve(0, 7, kBytes + 8, 0), 2 * kBytes);
   EXPECT_EQ(rig_->cache.relieve(0, 0, 100 * kBytes, 0), 5 * kBytes) << "all but what is pinned";
   EXPECT_EQ(rig_->cache.relieve(0, 1, 1, 9), 0U);
+  EXPECT_EQ(rig_->cache.stats(0).evictions, evictions + 9);
   rig_->sim.drain();
   EXPECT_EQ(std::memcmp(pinned.data(), value(0).data(), kBytes), 0);
+  EXPECT_EQ(pass(), 7 * kBytes);
 }
 
 TEST_F(Budget, WhatAnAllocatorAsksForOftenIsLeftFree) {
   make(std::nullopt, 40);
   pass();
   pass();
+  const std::uint64_t evictions = rig_->cache.stats(0).evictions;
   EXPECT_EQ(rig_->cache.relieve(0, 24 * kBytes, 0, 34 * kBytes), 10 * kBytes) << "after a long time";
+  EXPECT_EQ(rig_->cache.stats(0).evictions, evictions + 10);
   pass();
   pass();
   EXPECT_EQ(pass(), 0U) << "and all is back";
   for (int step = 0; step < 4; ++step) {
-    rig_->cache.relieve(0, rig_->sim.memoryInfo(0).free, 34 * kBytes, 64 * kBytes);
+    const std::size_t given = rig_->cache.relieve(0, rig_->sim.memoryInfo(0).free, 34 * kBytes, 64 * kBytes);
+    EXPECT_TRUE(given > 0 || step > 0);
     pass();
     EXPECT_LE(rig_->cache.stats(0).slotBytes, 32 * kBytes) << "with the ring";
     EXPECT_GE(rig_->cache.stats(0).slotBytes, 28 * kBytes);
@@ -265,7 +275,7 @@ TEST_F(Budget, WithoutOneResultsGoHomeAtOnce) {
 TEST_F(Budget, TheGradientOfAnActivationStays) {
   make(8 * kBytes, 1);
   const auto block = newGradient();
-  block->gradientOf = nullptr;
+  block->derivedFrom = nullptr;
   adopt(*block, 1);
   EXPECT_EQ(home(), 0U) << "no host asks for it";
 }
@@ -308,6 +318,52 @@ TEST(AutomaticBudget, LeavesFreeAPartOfWhatTheProcessMayUse) {
   EXPECT_EQ(rig.cache.budget(0), total / 8 - total / 32);
 }
 
+/// And that refuses what is beyond that part.
+struct WithCeiling : Confined {
+  using Confined::Confined;
+  void* allocate(std::size_t bytes, Stream stream) override {
+    const MemoryInfo info = FaultLink::memoryInfo(stream.device);
+    if (info.total - info.free + bytes > info.total / 8) throw OutOfMemory(OutOfMemory::Where::Device, bytes, "no memory");
+    return Confined::allocate(bytes, stream);
+  }
+};
+
+// Somebody else takes memory of what the process may use, and gives it back: what stays gives way, and comes back with the same bytes.
+TEST(AutomaticBudget, WithinACeilingWhatStaysIsGivenBackAndNoByteIsWrong) {
+  CoreOptions options = withBudget(std::nullopt);
+  options.cache.headroomBytes = kBytes;
+  options.sim.deviceBytes = 128 * kBytes; // 16 of which the process may use
+  BasicRig<WithCeiling> rig(options);
+  std::vector<BasicRig<WithCeiling>::BlockPtr> layers;
+  for (std::size_t k = 0; k < 20; ++k) layers.push_back(rig.newBlock(value(k)));
+  std::uint64_t tag = 0;
+  const auto pass = [&] {
+    for (std::size_t k = 0; k < layers.size(); ++k) {
+      const Pin pin = rig.cache.fetch(*layers[k], {0, kBytes}, {});
+      const auto seen = rig.readOnDevice({}, pin.data(), kBytes);
+      rig.sim.drain();
+      EXPECT_EQ(*seen, value(tag + k)) << "layer " << k;
+    }
+    EXPECT_LE(rig.sim.bytesInUse(0), options.sim.deviceBytes / 8);
+    return rig.cache.stats(0).stayingBytes;
+  };
+  for (int time = 0; time < 3; ++time) {
+    pass();
+    const std::size_t alone = pass();
+    EXPECT_GE(alone, 8 * kBytes) << "there is something to give back";
+    const std::uint64_t evictions = rig.cache.stats(0).evictions;
+    (void)rig.cache.relieve(0, 0, 8 * kBytes, 8 * kBytes); // an allocator that has come to the ceiling
+    EXPECT_GE(rig.cache.stats(0).evictions, evictions + 8);
+    void* const others = rig.link.allocate(8 * kBytes, {});
+    pass();
+    EXPECT_LT(pass(), alone);
+    rig.link.free(others, {});
+    tag += 100;
+    for (std::size_t k = 0; k < layers.size(); ++k) rig.write(*layers[k], value(tag + k));
+    for (int quiet = 0; quiet < 20; ++quiet) pass();
+  }
+}
+
 struct SlowToTell : FaultLink {
   using FaultLink::FaultLink;
   MemoryInfo memoryInfo(int device) override {
@@ -339,8 +395,8 @@ TEST_F(Budget, EveryParameterHasItsOwnLastAddition) {
   for (int step = 0; step < 3; ++step) {
     const auto first = newGradient();
     const auto second = newGradient();
-    first->gradientOf = once;
-    second->gradientOf = twice;
+    first->derivedFrom = once;
+    second->derivedFrom = twice;
     const std::size_t before = home();
     adopt(*second, 1);
     const std::size_t early = home();
@@ -354,6 +410,26 @@ TEST_F(Budget, EveryParameterHasItsOwnLastAddition) {
     EXPECT_EQ(rig_->read(*second), value(2));
     EXPECT_EQ(rig_->read(*first), value(3));
     EXPECT_EQ(home(), unasked);
+  }
+}
+
+// Each micro-batch adds to all of them in the same order, so what has been there longest is wanted first.
+TEST_F(Budget, OfGradientsAsManyStayAsThereIsRoomFor) {
+  make(2 * kBytes, 4);
+  for (int step = 0; step < 3; ++step) {
+    std::vector<Rig::BlockPtr> gradients;
+    std::vector<std::size_t> trips;
+    for (std::uint64_t round = 0; round < 3; ++round) {
+      const std::size_t before = home();
+      for (std::size_t k = 0; k < layers_.size(); ++k) {
+        if (round == 0) gradients.push_back(newGradient());
+        gradients[k]->derivedFrom = layers_[k]->data;
+        adopt(*gradients[k], 10 * round + k);
+      }
+      trips.push_back((home() - before) / kBytes);
+    }
+    for (std::size_t k = 0; k < layers_.size(); ++k) EXPECT_EQ(rig_->read(*gradients[k]), value(20 + k));
+    if (step > 0) EXPECT_EQ(trips, (std::vector<std::size_t>{2, 2, 4})) << "the last round takes them all home";
   }
 }
 

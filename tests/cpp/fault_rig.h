@@ -33,7 +33,7 @@ struct Faulty {
 
   void becomesGradient() {
     one->purpose = Purpose::Gradient;
-    one->gradientOf = two->data;
+    one->derivedFrom = two->data;
   }
 
   Rig rig;

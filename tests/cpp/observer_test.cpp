@@ -119,7 +119,7 @@ TEST(Observer, AGradientSaysWhoseItIs) {
   const auto weight = rig.newBlock(pattern(1, 1000));
   auto gradient = rig.newBlock(1000);
   gradient->purpose = Purpose::Gradient;
-  gradient->gradientOf = weight->data;
+  gradient->derivedFrom = weight->data;
   rig.cache.adopt(*gradient, rig.newResult(stream, pattern(2, 1000)), stream);
   rig.cache.fetch(*gradient, {0, 500}, stream);
   rig.read(*gradient);
@@ -131,10 +131,10 @@ TEST(Observer, AGradientSaysWhoseItIs) {
        {Activity::Hit, Activity::Fetch, Activity::WriteBack, Activity::Store, Activity::Wait, Activity::Evict}) {
     const auto seen = observed.log.of(each);
     ASSERT_FALSE(seen.empty()) << static_cast<int>(each);
-    for (const Observation& one : seen) EXPECT_EQ(one.gradientOf, weight->data) << static_cast<int>(each);
+    for (const Observation& one : seen) EXPECT_EQ(one.derivedFrom, weight->data) << static_cast<int>(each);
   }
   rig.cache.fetch(*weight, {0, 1000}, stream);
-  EXPECT_EQ(observed.log.seen.back().gradientOf, nullptr);
+  EXPECT_EQ(observed.log.seen.back().derivedFrom, nullptr);
 }
 
 TEST(Observer, AnEvictionSaysWhatItsBlockWas) {

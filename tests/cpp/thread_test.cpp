@@ -183,7 +183,7 @@ TEST(Threads, SpillWhatOthersOwn) {
       for (int repeat = 0; repeat < kRepeats; ++repeat) {
         const auto block = shared.rig.newBlock(Bytes(kBytes, 1));
         block->purpose = random.oneIn(2) ? Purpose::Gradient : Purpose::Temporary;
-        block->gradientOf = block->data;
+        block->derivedFrom = block->data;
         const auto value = static_cast<unsigned char>(random.next());
         for (std::uint64_t writes = 1 + random.below(3); writes > 0; --writes) {
           void* const data = shared.rig.sim.allocate(kBytes, stream);

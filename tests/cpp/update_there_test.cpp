@@ -39,7 +39,7 @@ struct Trained {
     }
     gradient = rig.newBlock(kBytes);
     gradient->purpose = Purpose::Gradient;
-    gradient->gradientOf = weight->data;
+    gradient->derivedFrom = weight->data;
     made = pattern(tag, kBytes);
     rig.cache.adopt(*gradient, rig.newResult(stream, made), stream);
   }

@@ -101,7 +101,7 @@ def says(kind: type[Exception] | tuple[type[Exception], ...], sentence: str, fun
 
 def at(device: torch.device | str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Normal values that depend on the seed alone."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(device)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype, device="cpu").to(device)
 
 
 def data(*shape: int, device: torch.device = COMPUTE, seed: int = 7) -> torch.Tensor:

@@ -66,6 +66,47 @@ def test_no_budget_changes_a_value(budget, micro_batches, feed):
     assert_same(list(net.parameters()), list(plain.parameters()))
 
 
+def counts():
+    torch_offload.synchronize()
+    stats = torch_offload.memory_stats()
+    return stats["device.staying_bytes.current"], stats["cache.evictions"]
+
+
+@pytest.mark.parametrize("as_share", [False, True])
+def test_a_budget_that_shrinks_gives_back_and_changes_no_value(as_share):
+    """A model trains while what stays of it is given up step by step, and comes back. The plain device has the same bits."""
+    torch_offload.set_ring_bytes(2 * WEIGHT)
+    net = layers(12, WIDTH).to(OFFLOAD)
+    plain = copy.deepcopy(net).to(COMPUTE)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.25) for model in (net, plain)]
+    x = data(16, WIDTH)
+    stayed = []
+    with deterministic():
+        for step, fit in enumerate([40, 8, 4, 2, 0, 40, 2]):
+            budget = fit * WEIGHT
+            before, evictions = counts()
+            torch_offload.set_budget(f"{100 * budget / device_bytes():.8f}%" if as_share else budget)
+            assert abs(torch_offload.get_budget() - budget) <= 2**10
+            after, now = counts()
+            if stayed and before > budget:
+                assert after <= torch_offload.get_budget()
+                assert now > evictions, "and it was by giving up what stayed"
+            batch = [[data(16, WIDTH, seed=10 * step + k)] for k in range(2)]
+            ours, theirs = (training(model, batch, o) for model, o in zip((net, plain), optimizers, strict=True))
+            assert_same(ours, theirs)
+            assert_same(grads(net), grads(plain))
+            with torch.no_grad():
+                for _ in range(3):  # as many passes as it takes to know what stays
+                    assert_same(net(x), plain(x))
+            stayed.append(counts()[0])
+            assert stayed[-1] <= torch_offload.get_budget()
+    assert_same(list(net.parameters()), list(plain.parameters()))
+    assert stayed[0] >= 12 * WEIGHT
+    assert stayed[0] == stayed[5], "all of it came back"
+    assert stayed[0] > stayed[1] > stayed[2] > stayed[3] > stayed[4] == 0
+    assert stayed[3] == stayed[6]
+
+
 def test_weights_that_fit_move_once():
     torch_offload.set_budget(64 * WEIGHT)
     net = layers(6, WIDTH).to(OFFLOAD)
@@ -122,6 +163,19 @@ def test_gradients_that_nobody_has_read_go_home_at_each_addition():
     x = data(16, WIDTH)
     trips = [moved(lambda: net(x).square().sum().backward())[1] / size for _ in range(4)]
     assert trips == [1, 1, 1, 1]  # nobody has read any: each addition may have been the last
+
+
+def test_without_a_budget_what_is_added_to_a_gradient_does_not_travel():
+    torch_offload.set_budget(0)
+    net = layers(6, WIDTH).to(OFFLOAD)
+    size, weights = (sum(p.nbytes for p in which) for which in (net.parameters(), [layer.weight for layer in net[::2]]))
+    x = data(16, WIDTH)
+    trips = [moved(lambda: net(x).square().sum().backward()) for _ in range(4)]
+    assert [up for _, up in trips] == [size] * 4
+    # Forward fetches all, backward the weights of all layers but the first, and each addition the sum so far. What a pass ends
+    # with, the next one may find.
+    for down, _ in trips[1:]:
+        assert down <= size + weights + size
 
 
 def test_gradients_of_activations_on_offload_never_leave():
@@ -251,6 +305,14 @@ def test_an_automatic_budget_is_known_before_the_first_fetch(call):
     assert abs(after - before) <= 64 << 20
 
 
+def layer_by_layer(net, x):
+    """What the plain device makes of it, with one layer there at a time."""
+    for layer in net:
+        x = copy.deepcopy(layer).to(COMPUTE)(x)
+    torch.cuda.empty_cache()
+    return x
+
+
 def filled(free):
     """Takes all but ``free`` bytes of the GPU."""
     torch.cuda.empty_cache()
@@ -263,18 +325,18 @@ def test_an_automatic_budget_gives_way():
     """Another tensor wants most of the GPU, in steps and at once: no out-of-memory, and the model goes on."""
     width = 4096
     net = layers(64, width).to(OFFLOAD)  # 4.3 GB
-    plain = copy.deepcopy(net[:8]).to(COMPUTE)
     x = data(16, width)
     size = sum(p.nbytes for p in net.parameters())
     with torch.no_grad():
-        expected = plain(x)
+        y = layer_by_layer(net, x)
         for _ in range(3):
-            y = net(x)
+            assert_same(net(x), y)
         assert moved(lambda: net(x)) == (0, 0), "all of it stays"
+        _, evictions = counts()
         others = filled(size // 2 + (4 << 30))
         for _ in range(4):
             assert_same(net(x), y)
-        assert_same(net[:8](x), expected)
+        assert counts()[1] > evictions, "some of it was given back"
         down, _ = moved(lambda: net(x))
         assert 0 < down < size
         del others
@@ -291,15 +353,19 @@ def test_a_request_that_needs_what_stays():
     net = layers(64, width).to(OFFLOAD)
     x = data(16, width)
     with torch.no_grad():
+        y = layer_by_layer(net, x)
         for _ in range(3):
-            y = net(x)
+            assert_same(net(x), y)
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
-        assert torch_offload.memory_stats()["device.staying_bytes.current"] > 4 << 30
+        stayed, evictions = counts()
+        assert stayed > 4 << 30
         big = [torch.empty(free - (8 << 30), dtype=torch.uint8, device="cuda")]
         # More than is free: only what stays can make room.
         for _ in range(10):
             big.append(torch.empty(1 << 30, dtype=torch.uint8, device="cuda"))
+        assert counts()[1] > evictions
+        assert counts()[0] < stayed
         assert_same(net(x), y)
 
 
@@ -320,11 +386,19 @@ def test_an_automatic_budget_is_of_a_fraction_of_the_device():
 
 @pytest.mark.gpu
 def test_within_a_fraction_of_the_device():
-    """A model three times what the process may take trains, with shapes that change, and nothing grows."""
+    """A model three times what the process may take trains, with shapes that change, and nothing grows; bits as without."""
     total = torch.cuda.get_device_properties(0).total_memory
     width = 2048
     net = layers(48, width).to(OFFLOAD)  # 0.8 GB
     size = sum(p.nbytes for p in net.parameters())
+    batches = [[[data(16 * (1 + step % 3), width, seed=step)]] for step in range(30)]
+    plain = copy.deepcopy(net).to(COMPUTE)
+    with deterministic():
+        optimizer = torch.optim.SGD(plain.parameters(), lr=2**-10)
+        expected = [training(plain, batch, optimizer) for batch in batches]
+    trained = [parameter.detach().cpu() for parameter in plain.parameters()]
+    del plain, optimizer
+    gc.collect()
     torch.cuda.empty_cache()
     torch_offload.empty_cache()
     torch_offload.set_ring_bytes(64 << 20)
@@ -333,9 +407,15 @@ def test_within_a_fraction_of_the_device():
     try:
         optimizer = torch.optim.SGD(net.parameters(), lr=2**-10)
         peaks = []
-        for step in range(30):
-            training(net, [[data(16 * (1 + step % 3), width, seed=step)]], optimizer)
+        _, evictions = counts()
+        torch.offload.reset_peak_memory_stats()
+        for batch, losses in zip(batches, expected, strict=True):
+            with deterministic():
+                assert_same(training(net, batch, optimizer), losses)
             peaks.append((torch.cuda.memory_reserved(), torch_offload.memory_stats()["host.reserved_bytes.current"]))
+        assert torch_offload.memory_stats()["device.slot_bytes.peak"] > 64 << 20, "more than the ring was held"
+        assert counts()[1] - evictions > 29 * len(trained), "and given back: each weight in every step"
+        assert_same(list(net.parameters()), trained)
         assert peaks[-1][1] == peaks[9][1]
         assert max(reserved for reserved, _ in peaks) <= limit
     finally:

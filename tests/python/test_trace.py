@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from helpers import CACHED, GPU, data, layers
 from torch import nn
 
 import torch_offload
+from torch_offload._names import name_tensors
 from torch_offload._timeline import annotate
 
 cached = pytest.mark.skipif(not CACHED, reason="nothing is copied where there is no cache")
@@ -78,11 +80,34 @@ def test_every_copy_is_an_event(tmp_path, budget):
     assert bytes_of(home) == counts["link.bytes_to_host"]
     assert len(of(events, "evict")) == counts["cache.evictions"] > 0
     assert {event["args"]["tensor"] for event in fetches} == {name for name, _ in model.named_parameters()}
-    assert {event["args"]["tensor"] for event in home} == {
-        f"gradient of {name}" for name, _ in model.named_parameters()
-    }
+    gradients = {f"gradient of {name}" for name, _ in model.named_parameters()}
+    assert {event["args"]["tensor"] for event in home} == gradients
+    # What is given up are weights that the step has written and, without a budget, gradients that are home.
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    sizes |= {f"gradient of {name}": size for name, size in sizes.items()}
+    given_up = of(events, "evict")
+    assert {event["args"]["tensor"] for event in given_up} <= set(sizes)
+    assert {event["args"]["tensor"] for event in given_up} & {name for name, _ in model.named_parameters()}
+    for event in of(events, "hit", "fetch", "prefetch", "write_back", "store", "evict"):
+        assert event["args"]["bytes"] == sizes[event["args"]["tensor"]], event
     for event in events:
         assert event["name"] == f"offload::{event['args']['activity']} {event['args']['tensor']}"
+
+
+@cached
+def test_copies_for_autocast_have_the_names_of_their_weights(tmp_path):
+    layer, x = nn.Linear(8, 8, bias=False).to("offload"), data(4, 8)
+    torch_offload._C.set_autocast_copies(True, least_bytes=0)
+    torch_offload.set_budget(0)
+    try:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            events, _ = traced(tmp_path / "t.json", lambda: [layer(x) for _ in range(3)], model=layer)
+    finally:
+        torch_offload.set_autocast_copies(False)
+        torch_offload.set_budget("auto")
+    assert {e["args"]["tensor"] for e in of(events, "host_work")} == {"copy of weight"}
+    seen = {e["args"]["tensor"]: e["args"]["bytes"] for e in of(events, "fetch", "prefetch")}
+    assert seen == {"weight": 4 * 64, "copy of weight": 2 * 64}
 
 
 @cached
@@ -177,6 +202,7 @@ def test_a_name_goes_with_its_storage(tmp_path):
 @cached
 def test_other_runs_of_the_profiler_show_the_ranges():
     model = layers(2).to("offload")
+    name_tensors(model)
     torch.offload.empty_cache()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         model(data(4, 8))
@@ -184,6 +210,49 @@ def test_other_runs_of_the_profiler_show_the_ranges():
     assert fetched == {
         f"offload::fetch {name} [{parameter.nbytes} B]": 1 for name, parameter in model.named_parameters()
     }
+
+
+@cached
+def test_other_runs_of_the_profiler_show_every_range_that_the_counts_tell_of():
+    """Copies both ways, what is given up and what is waited for, each with a parameter's name and its bytes."""
+    model = layers(3).to("offload")
+    name_tensors(model)
+    torch_offload.set_budget(0)
+    try:
+        torch.offload.empty_cache()
+        train_until_foretold(model)
+        torch_offload.synchronize()
+        torch.offload.empty_cache()
+        before = torch.offload.memory_stats()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+            model(data(4, 8)).square().sum().backward()
+            for parameter in model.parameters():
+                parameter.grad.cpu()
+                parameter.grad = None
+        after = torch.offload.memory_stats()
+    finally:
+        torch_offload.set_budget("auto")
+    seen = Counter()
+    names = {}
+    for event in profiler.events():
+        if found := re.fullmatch(r"offload::(\w+) (.+) \[(\d+) B\]", event.name):
+            activity, name, count = found.groups()
+            seen[activity] += 1
+            names.setdefault(activity, {})[name] = int(count)
+    for activity, key in {"hit": "hits", "prefetch": "prefetches", "evict": "evictions"}.items():
+        assert seen[activity] == after[f"cache.{key}"] - before[f"cache.{key}"], (activity, seen)
+    assert seen["fetch"] + seen["hit"] == after["cache.fetches"] - before["cache.fetches"]
+    assert seen["evict"] > 0
+    copies = {"link.copies_to_device": ("fetch", "prefetch"), "link.copies_to_host": ("write_back", "store")}
+    for key, activities in copies.items():
+        assert sum(seen[activity] for activity in activities) == after[key] - before[key] > 0, (key, seen)
+    weights = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    gradients = {f"gradient of {name}": size for name, size in weights.items()}
+    assert names["wait"] == gradients  # which the host reads at once
+    assert names.get("fetch", {}) | names.get("prefetch", {}) | names["hit"] == weights
+    assert names["write_back"] | names.get("store", {}) == gradients
+    assert (weights | gradients) | names["evict"] == weights | gradients
+    assert set(seen) <= {"hit", "fetch", "prefetch", "write_back", "store", "evict", "wait", "host_work"}
 
 
 @cached
@@ -198,6 +267,8 @@ def test_the_host_waits_for_gradients(tmp_path):
     events, _ = traced(tmp_path / "t.json", run, model=model)
     (home,) = of(events, "write_back", "store")
     assert home["args"]["bytes"] == 512 * 512 * 4
+    assert home["args"]["tensor"] == "gradient of weight"
+    assert [wait["args"]["tensor"] for wait in of(events, "wait")] == ["gradient of weight"]
     for wait in of(events, "wait"):
         assert wait["args"]["bytes"] == 512 * 512 * 4
         assert wait["ts"] >= home["ts"] + home["dur"]
