@@ -1,4 +1,4 @@
-// A link that watches how copies to the device are enqueued: one by one, or several at once.
+// A link that watches how copies to the device are enqueued, one by one or several at once, and refuses device memory when it is told to.
 #pragma once
 
 #include "core_rig.h"
@@ -31,6 +31,10 @@ class BatchLink : public FaultLink {
 
   void* allocate(std::size_t bytes, Stream stream) override {
     if (whenAllocating) std::exchange(whenAllocating, nullptr)();
+    if (refuses > 0 && --refuses == 0) {
+      ++refused;
+      throw OutOfMemory(OutOfMemory::Where::Device, bytes, "no memory");
+    }
     return FaultLink::allocate(bytes, stream);
   }
 
@@ -39,6 +43,8 @@ class BatchLink : public FaultLink {
   std::function<void(std::span<const Copy>)> meanwhile; // called once, while a batch is being enqueued
   std::function<void()> whenAllocating; // called once, in tests of one thread
   std::size_t failAfter = SIZE_MAX; // copies of a batch
+  std::size_t refuses = 0; // the allocation of this number from now on, 1 being the next; in tests of one thread
+  std::size_t refused = 0;
 
  private:
   std::mutex mutex_;

@@ -39,13 +39,13 @@ inline void Program::hostWrite() {
 
 /// Some of one Block becomes that of another, with some bytes of its own behind it.
 inline void Program::writeLater() {
-  Model& to = model();
-  const Model& from = model();
+  Model& to = model("to");
+  const Model& from = model("from");
   if (to.lease || from.lease) return;
   Block* const target = to.block.get();
   Block* const source = from.block.get();
-  const std::size_t taken = random_.below(1 + std::min(to.bytes.size(), from.bytes.size()));
-  const Bytes own = value(random_.below(1 + to.bytes.size() - taken));
+  const std::size_t taken = choices_.below("taken", 1 + std::min(to.bytes.size(), from.bytes.size()));
+  const Bytes own = value(choices_.below("own", 1 + to.bytes.size() - taken));
   std::vector<Residency::Claim> claims{{target, Access::Write}};
   if (source != target) claims.push_back({source, Access::Read});
   rig_.cache.runLater(claims, [this, target, source, taken, own] {
@@ -61,16 +61,16 @@ inline void Program::writeLater() {
 
 /// Some of one Block becomes that of another where the cache has both, or may; whatever fails, all of it is done or nothing.
 inline void Program::updateThere() {
-  Model& to = model();
-  const Model& from = model();
+  Model& to = model("to");
+  const Model& from = model("from");
   if (!from.known || !to.known) return;
   const Stream on = stream();
-  const std::size_t taken = random_.below(1 + std::min(to.bytes.size(), from.bytes.size()));
+  const std::size_t taken = choices_.below("taken", 1 + std::min(to.bytes.size(), from.bytes.size()));
   const Bytes own = value(to.bytes.size() - taken);
   std::vector<Residency::Claim> claims{{to.block.get(), Access::Write}};
   if (&from != &to) claims.push_back({from.block.get(), Access::Read});
   const bool done = rig_.cache.updateThere(claims, on, [&](const std::vector<void*>& at) {
-    if (random_.oneIn(64)) throw OutOfMemory(OutOfMemory::Where::Device, 1, "no memory");
+    if (choices_.oneIn("refuses", 64)) throw OutOfMemory(OutOfMemory::Where::Device, 1, "no memory");
     auto* const target = static_cast<unsigned char*>(at.front());
     const auto body = [target, source = at.back(), taken, own] {
       std::memmove(target, source, taken);
@@ -90,7 +90,7 @@ inline void Program::holdLease() {
     of.lease = {};
     return;
   }
-  of.access = random_.oneIn(2) ? Access::Read : Access::Write;
+  of.access = choices_.oneIn("reads", 2) ? Access::Read : Access::Write;
   of.lease = rig_.cache.lease(*of.block, of.access);
 }
 

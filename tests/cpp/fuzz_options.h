@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core_rig.h"
+#include "fuzz_choices.h"
 
 namespace offload::core_test {
 
@@ -9,6 +10,7 @@ inline constexpr std::size_t kSteps = 60;
 inline constexpr std::size_t kMostBlocks = 6;
 inline constexpr std::size_t kMostPins = 8;
 inline constexpr std::size_t kMostAhead = 3;
+inline constexpr std::uint64_t kFailingCalls = 12; // of a step: which of them fails
 inline constexpr std::size_t kMostBytes = 2048; // of a Block
 
 enum class Kind {
@@ -33,40 +35,41 @@ inline std::size_t deviceOfTurn(std::uint64_t seed, std::size_t block, bool forw
 }
 
 /// None, some, or what is free.
-inline void giveBudget(CoreOptions& options, std::uint64_t seed) {
+inline void giveBudget(CoreOptions& options, Choices& choices, std::uint64_t seed) {
   SimRandom random(seed * 3 + 1);
   options.cache.headroomBytes = options.sim.deviceBytes / 4;
-  options.cache.budgetBytes = random.oneIn(2) ? 0 : std::size_t{256} << random.below(7);
-  if (random.oneIn(3)) {
+  options.cache.budgetBytes = choices.oneIn("noBudget", 2, random) ? 0 : std::size_t{256} << choices.below("budget", 7, random);
+  if (choices.oneIn("automatic", 3, random)) {
     options.cache.budgetBytes.reset();
   }
 }
 
 /// Blocks are pageable where the Arena is past its limit, and have no ring where the system refuses too.
-inline void limitPageLocking(CoreOptions& options, std::uint64_t seed) {
+inline void limitPageLocking(CoreOptions& options, Choices& choices, std::uint64_t seed) {
   SimRandom random(~seed); // not the program's own numbers, which would make other programs of known seeds
-  options.cache.chunkBytes = std::size_t{128} << random.below(5);
-  if (random.oneIn(2)) {
-    options.arena.pinnedLimit = random.below(1 << 14);
+  options.cache.chunkBytes = std::size_t{128} << choices.below("chunk", 5, random);
+  if (choices.oneIn("limited", 2, random)) {
+    options.arena.pinnedLimit = choices.below("locked", 1 << 14, random);
   }
   options.sim.wantsRegistration = true;
-  if (random.oneIn(4)) {
-    options.sim.registrationLimit = random.below(1 << 14);
+  if (choices.oneIn("refusing", 4, random)) {
+    options.sim.registrationLimit = choices.below("registered", 1 << 14, random);
   }
 }
 
-inline CoreOptions programOptions(SimRandom& random, std::uint64_t seed, Kind kind) {
+inline CoreOptions programOptions(Choices& choices, std::uint64_t seed, Kind kind) {
   CoreOptions options;
+  choices.begin("system");
   options.sim.seed = seed;
-  options.sim.devices = 1 + static_cast<int>(random.below(2));
-  options.sim.deviceBytes = std::size_t{1024} << random.below(6);
-  options.cache.ringBytes = std::size_t{512} << random.below(6);
-  options.cache.evictAtUnpin = random.oneIn(8);
-  options.cache.poison = random.oneIn(4);
-  options.cache.copyDelay = std::chrono::microseconds(random.oneIn(64) ? 1 : 0);
-  options.arena.sharedRegionBytes = std::size_t{4096} << random.below(3);
-  options.arena.ownRegionBytes = random.oneIn(4) ? 1024 : 1 << 14;
-  options.arena.poison = random.oneIn(4);
+  options.sim.devices = 1 + static_cast<int>(choices.below("secondDevice", 2));
+  options.sim.deviceBytes = std::size_t{1024} << choices.below("deviceBytes", 6);
+  options.cache.ringBytes = std::size_t{512} << choices.below("ringBytes", 6);
+  options.cache.evictAtUnpin = choices.oneIn("evicts", 8);
+  options.cache.poison = choices.oneIn("poisons", 4);
+  options.cache.copyDelay = std::chrono::microseconds(choices.oneIn("delays", 64) ? 1 : 0);
+  options.arena.sharedRegionBytes = std::size_t{4096} << choices.below("sharedRegion", 3);
+  options.arena.ownRegionBytes = choices.oneIn("smallRegions", 4) ? 1024 : 1 << 14;
+  options.arena.poison = choices.oneIn("poisonsHost", 4);
   if (isOrdered(kind, seed)) { // too little for all Blocks, and enough to look ahead
     options.sim.deviceBytes = 1 << 16;
     options.cache.ringBytes = std::size_t{2048} << (seed % 3);
@@ -78,8 +81,8 @@ inline CoreOptions programOptions(SimRandom& random, std::uint64_t seed, Kind ki
   if (kind == Kind::Batches) options.cache.ringBytes = 4096;
   if (kind == Kind::Updates) options.sim.deviceBytes *= 16;
   if (kind == Kind::Jobs) options.cache.hostJobs = HostJobs::When::Wanted;
-  if (kind != Kind::Batches || seed % 4 == 0) limitPageLocking(options, seed);
-  giveBudget(options, seed);
+  if (kind != Kind::Batches || seed % 4 == 0) limitPageLocking(options, choices, seed);
+  giveBudget(options, choices, seed);
   return options;
 }
 

@@ -4,8 +4,11 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "fuzz_model.h"
@@ -16,9 +19,9 @@ namespace offload::core_test {
 
 class Program {
  public:
-  Program(std::uint64_t seed, Kind kind)
+  Program(std::uint64_t seed, Kind kind, Choices choices)
       : seed_(seed),
-        random_(seed),
+        choices_(std::move(choices)),
         ordered_(isOrdered(kind, seed)),
         shared_(kind == Kind::Shared),
         saved_(kind == Kind::Saved),
@@ -26,7 +29,7 @@ class Program {
         updates_(kind == Kind::Updates),
         faulty_(kind == Kind::Failing || ((ordered_ || shared_ || saved_ || updates_) && !jobs_ && seed % 2 == 1)),
         batches_(kind == Kind::Batches),
-        rig_(programOptions(random_, seed, kind)) {
+        rig_(programOptions(choices_, seed, kind)) {
     for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
       streams_.push_back({device, nullptr});
       streams_.push_back(rig_.sim.createStream(device));
@@ -46,13 +49,19 @@ class Program {
     return {rig_.link.batches.size(), writesOfOthers_, updatesDone_};
   }
 
+  /// As text, where the choices are written down.
+  std::string text() const {
+    return choices_.text();
+  }
+
   void run() {
-    for (std::size_t step = 0; step < (batches_ ? 4 * kSteps : ordered_ ? 2 * kSteps : kSteps); ++step) {
-      if (faulty_ && random_.oneIn(3)) {
-        rig_.link.fail(1 + random_.below(12));
+    while (choices_.hasMore(batches_ ? 4 * kSteps : ordered_ ? 2 * kSteps : kSteps)) {
+      choices_.begin("nothing");
+      if (faulty_ && choices_.oneIn("fails", 3)) {
+        rig_.link.fail(1 + choices_.below("call", kFailingCalls));
       }
       if (faulty_ && batches_) {
-        rig_.link.failAfter = random_.oneIn(8) ? random_.below(3) : SIZE_MAX;
+        rig_.link.failAfter = choices_.oneIn("failsMidway", 8) ? choices_.below("after", 3) : SIZE_MAX;
       }
       try {
         act();
@@ -75,70 +84,107 @@ class Program {
   }
 
  private:
-  void act() {
-    if (batches_ && models_.size() < 4 * kMostBlocks) return addBlock();
-    if (models_.empty() || (models_.size() < kMostBlocks && random_.oneIn(8))) return addBlock();
-    if (shared_ && random_.oneIn(4)) return meet();
-    if (saved_ && random_.oneIn(2)) return save();
-    if (jobs_ && random_.oneIn(3)) return writeLater();
-    if (updates_ && random_.oneIn(3)) return updateThere();
-    if (ordered_ && !random_.oneIn(batches_ ? 20 : 5)) return fetchNext();
-    switch (random_.below(32)) {
+  struct Act {
+    std::string_view name; // by which programs are kept
+    void (Program::*run)();
+  };
+
+  /// What comes next; by name, so that it stays the same in kept programs.
+  std::string_view draw(SimRandom& random) const {
+    if (batches_ && models_.size() < 4 * kMostBlocks) return "addBlock";
+    if (models_.empty() || (models_.size() < kMostBlocks && random.oneIn(8))) return "addBlock";
+    if (shared_ && random.oneIn(4)) return "meet";
+    if (saved_ && random.oneIn(2)) return std::array{"giveUpLeaving", "fetchAhead", "save", "save"}[random.below(4)];
+    if (jobs_ && random.oneIn(3)) return "writeLater";
+    if (updates_ && random.oneIn(3)) return "updateThere";
+    if (ordered_ && !random.oneIn(batches_ ? 20 : 5)) return "fetchNext";
+    switch (random.below(32)) {
       case 0 ... 7:
-        return fetch();
+        return "fetch";
       case 8 ... 11:
-        return read(pick(pins_));
+        return "read";
       case 12 ... 15:
-        return drop(pick(pins_));
+        return "drop";
       case 16 ... 17:
-        return adopt();
+        return "adopt";
       case 18 ... 20:
-        return store();
+        return "store";
       case 21 ... 22:
-        return hostRead();
+        return "hostRead";
       case 23 ... 25:
-        return hostWrite();
+        return "hostWrite";
       case 26:
-        return holdLease();
+        return "holdLease";
       case 27:
-        return random_.oneIn(2) ? alsoUse(pick(pins_)) : fetchAhead();
+        return random.oneIn(2) ? "alsoUse" : "fetchAhead";
       case 28:
-        return forget(random_.below(models_.size()));
+        return "forget";
       case 29:
-        return giveUp(stream().device);
+        return "giveUp";
       case 30:
-        rig_.cache.setRingBytes(std::size_t{256} << random_.below(7));
-        return;
+        return "setRing";
       default:
-        return random_.oneIn(2) ? changeBehindItsBack() : static_cast<void>(rig_.arena.trim());
+        return random.oneIn(2) ? "changeBehindItsBack" : "trim";
     }
+  }
+
+  void act() {
+    static constexpr Act kActs[] = {
+        {"addBlock", &Program::addBlock},
+        {"adopt", &Program::adopt},
+        {"alsoUse", &Program::alsoUse},
+        {"changeBehindItsBack", &Program::changeBehindItsBack},
+        {"drop", &Program::drop},
+        {"fetch", &Program::fetch},
+        {"fetchAhead", &Program::fetchAhead},
+        {"fetchNext", &Program::fetchNext},
+        {"forget", &Program::forget},
+        {"giveUp", &Program::giveUp},
+        {"giveUpLeaving", &Program::giveUpLeaving},
+        {"holdLease", &Program::holdLease},
+        {"hostRead", &Program::hostRead},
+        {"hostWrite", &Program::hostWrite},
+        {"meet", &Program::meet},
+        {"read", &Program::read},
+        {"save", &Program::save},
+        {"setRing", &Program::setRing},
+        {"store", &Program::store},
+        {"trim", &Program::trim},
+        {"updateThere", &Program::updateThere},
+        {"writeLater", &Program::writeLater},
+    };
+    const std::string_view name = choices_.act([this](SimRandom& random) { return draw(random); });
+    const auto* const found = std::ranges::find(kActs, name, &Act::name);
+    if (found == std::end(kActs)) throw std::logic_error("no such act: " + std::string(name));
+    // A call that failed in a kept program may be another by now, and have left no Block.
+    if (models_.empty() && name != "addBlock") return;
+    (this->*found->run)();
   }
 
   // ---- choices
 
   Stream stream() {
-    return streams_[random_.below(streams_.size())];
+    return streams_[choices_.below("stream", streams_.size())];
   }
   Stream streamOf(int device) {
-    return streams_[static_cast<std::size_t>(device) * 3 + random_.below(3)];
+    return streams_[static_cast<std::size_t>(device) * 3 + choices_.below("another", 3)];
   }
-  Model& model() {
-    return models_[random_.below(models_.size())];
+  Model& model(std::string_view which = "block") {
+    return models_[choices_.below(which, models_.size())];
   }
   Range range(const Model& model) {
     const std::size_t all = model.bytes.size();
-    if (random_.oneIn(2)) {
+    if (choices_.oneIn("whole", 2)) {
       return {0, all};
     }
-    std::size_t begin = random_.below(all);
-    if (random_.oneIn(2)) {
+    std::size_t begin = choices_.below("begin", all);
+    if (choices_.oneIn("aligned", 2)) {
       begin = Extent{begin, all}.aligned().begin;
     }
-    return {begin, 1 + random_.below(all - begin)};
+    return {begin, 1 + choices_.below("more", all - begin)};
   }
-  template <class Of>
-  typename std::vector<Of>::iterator pick(std::vector<Of>& all) {
-    return all.empty() ? all.end() : all.begin() + static_cast<std::ptrdiff_t>(random_.below(all.size()));
+  std::vector<Held>::iterator pick(std::string_view which = "pin") {
+    return pins_.empty() ? pins_.end() : pins_.begin() + static_cast<std::ptrdiff_t>(choices_.below(which, pins_.size()));
   }
   Bytes value(std::size_t bytes) {
     return pattern(++values_, bytes);
@@ -148,11 +194,11 @@ class Program {
 
   void addBlock() {
     Model model;
-    const std::size_t bytes = 1 + random_.below(batches_ ? kMostBytes / 4 : kMostBytes);
+    const std::size_t bytes = 1 + choices_.below("bytes", batches_ ? kMostBytes / 4 : kMostBytes);
     model.bytes = value(bytes);
-    if (shared_ && random_.oneIn(2)) {
+    if (shared_ && choices_.oneIn("shared", 2)) {
       makeShared(model);
-    } else if (random_.oneIn(batches_ ? 16 : 4)) {
+    } else if (choices_.oneIn("foreign", batches_ ? 16 : 4)) {
       if (bytes % 2 == 0) {
         const std::size_t offset = bytes % 100;
         Bytes contents(offset);
@@ -164,7 +210,7 @@ class Program {
         model.block = {new Block(memory->data(), bytes, BlockKind::Foreign, Born::Host, 0), ProgramRig::Return{&rig_}};
         model.foreign = std::move(memory);
       }
-    } else if (saved_ && random_.oneIn(4)) {
+    } else if (saved_ && choices_.oneIn("pageable", 4)) {
       model.block = rig_.newBlock(bytes, Born::Device, false);
       model.known = false;
     } else {
@@ -176,6 +222,10 @@ class Program {
     if (!added.known) {
       writeHost(added, {0, bytes});
     }
+  }
+
+  void forget() {
+    forget(choices_.below("block", models_.size()));
   }
 
   void forget(std::size_t index) {
@@ -206,7 +256,7 @@ class Program {
   /// Moves a Block to shared memory, or lets the other process use it.
   void meet() {
     Model& with = model();
-    if (with.other) return random_.oneIn(2) ? otherReads(with) : otherWrites(with);
+    if (with.other) return choices_.oneIn("otherReads", 2) ? otherReads(with) : otherWrites(with);
     if (with.beingWritten()) return;
     HostLease from = rig_.cache.lease(*with.block, Access::Read);
     rig_.sim.hostAccess(from.data(), with.bytes.size(), Access::Read);
@@ -227,7 +277,7 @@ class Program {
   /// Who doesn't tell it when his copies are done finds either value, or some of both, in what he has fetched, and never later.
   void otherWrites(Model& to) {
     rig_.link.fail(0);
-    if (random_.oneIn(2) || !to.known) {
+    if (choices_.oneIn("drains", 2) || !to.known) {
       rig_.cache.drain(false);
     } else {
       for (const auto& expected : to.copying) expected->reset();
@@ -242,13 +292,14 @@ class Program {
 
   // ---- memory
 
-  void giveUp(int device) {
-    switch (random_.below(4)) {
+  void giveUp() {
+    const int device = stream().device;
+    switch (choices_.below("how", 4)) {
       case 0:
-        rig_.cache.relieve(device, random_.below(1024), random_.below(2048), random_.below(4096));
+        relieve(device);
         return;
       case 1:
-        rig_.cache.setBudget(random_.below(1 << 14));
+        rig_.cache.setBudget(choices_.below("budget", 1 << 14));
         return;
       case 2:
         rig_.cache.setBudget({});
@@ -256,6 +307,25 @@ class Program {
       default:
         rig_.cache.emptyCache(device);
     }
+  }
+
+  void relieve(int device) {
+    const std::size_t free = choices_.below("free", 1024);
+    const std::size_t usual = choices_.below("usual", 2048);
+    rig_.cache.relieve(device, free, usual, choices_.below("most", 4096));
+  }
+
+  void giveUpLeaving() {
+    const int device = stream().device;
+    rig_.cache.giveUpLeaving(device, Purpose::Temporary, choices_.below("most", 8192));
+  }
+
+  void setRing() {
+    rig_.cache.setRingBytes(std::size_t{256} << choices_.below("ring", 7));
+  }
+
+  void trim() {
+    rig_.arena.trim();
   }
 
   // ---- device
@@ -269,14 +339,14 @@ class Program {
   /// Forward through all Blocks and back again; now and then one is left out. Most are let go at once, as a layer's weights are.
   void fetchNext() {
     const std::size_t count = models_.size();
-    turn_ += random_.oneIn(batches_ ? 64 : 16) ? 2 : 1;
+    turn_ += choices_.oneIn("skips", batches_ ? 64 : 16) ? 2 : 1;
     const std::size_t at = turn_ % (2 * count);
     const std::size_t block = std::min(at, 2 * count - 1 - at);
     const std::size_t device = deviceOfTurn(seed_, block, at < count) % static_cast<std::size_t>(rig_.sim.deviceCount());
     Model& from = models_[block];
     const std::size_t before = pins_.size();
     fetch(from, {0, from.bytes.size()}, streams_[3 * device + 1]);
-    if (pins_.size() > before && !random_.oneIn(4)) drop(std::prev(pins_.end()));
+    if (pins_.size() > before && !choices_.oneIn("keeps", 4)) drop(std::prev(pins_.end()));
   }
 
   void fetch(Model& from, Range part, Stream on) {
@@ -297,11 +367,11 @@ class Program {
     if (from.known) *held.expected = from.at(part);
     if (from.other) from.copying.push_back(held.expected);
     pins_.push_back(std::move(held));
-    if (random_.oneIn(2)) {
+    if (choices_.oneIn("reads", 2)) {
       read(std::prev(pins_.end()));
     }
     if (pins_.size() > kMostPins) {
-      drop(pick(pins_));
+      drop(pick("dropped"));
     }
   }
 
@@ -313,6 +383,10 @@ class Program {
     ahead_.push_back(rig_.cache.fetchAhead(*from.block, {part.begin, part.begin + part.bytes}, stream()));
   }
 
+  void read() {
+    read(pick());
+  }
+
   void read(std::vector<Held>::iterator held) {
     if (held == pins_.end()) return;
     const void* const data = held->pin.data();
@@ -320,15 +394,20 @@ class Program {
       const auto& bytes = *expected;
       check(!bytes || std::memcmp(data, bytes->data(), bytes->size()) == 0, "a kernel read other bytes");
     };
-    rig_.sim.launch(held->streams[random_.below(held->streams.size())], std::move(body), {{data, held->bytes}}, {});
+    rig_.sim.launch(held->streams[choices_.below("reader", held->streams.size())], std::move(body), {{data, held->bytes}}, {});
   }
 
-  void alsoUse(std::vector<Held>::iterator held) {
+  void alsoUse() {
+    const auto held = pick();
     if (held == pins_.end()) return;
     const Stream more = streamOf(held->streams.front().device);
     rig_.order(held->streams.front(), more);
     held->pin.alsoUsedOn(more);
     held->streams.push_back(more);
+  }
+
+  void drop() {
+    drop(pick());
   }
 
   void drop(std::vector<Held>::iterator held) {
@@ -339,16 +418,9 @@ class Program {
 
   /// What is done for tensors that autograd saves.
   void save() {
-    switch (random_.below(4)) {
-      case 0:
-        return rig_.cache.giveUpLeaving(stream().device, Purpose::Temporary, random_.below(8192));
-      case 1:
-        return fetchAhead();
-      default:
-        Model& to = model();
-        to.block->goesHome = !random_.oneIn(4);
-        adopt(to);
-    }
+    Model& to = model();
+    to.block->goesHome = !choices_.oneIn("stays", 4);
+    adopt(to);
   }
 
   void adopt() {
@@ -362,11 +434,11 @@ class Program {
     const std::size_t bytes = to.bytes.size();
     const Bytes result = value(bytes);
     DeviceBuffer buffer;
-    if (saved_ && random_.oneIn(2)) { // a part of what is held
-      const std::size_t begin = kAlignment * random_.below(8);
-      buffer = rig_.newResult(home, value(begin + bytes + random_.below(1024)));
+    if (saved_ && choices_.oneIn("part", 2)) { // a part of what is held
+      const std::size_t begin = kAlignment * choices_.below("begin", 8);
+      buffer = rig_.newResult(home, value(begin + bytes + choices_.below("behind", 1024)));
       buffer.data = static_cast<std::byte*>(buffer.data) + begin;
-    } else if (random_.oneIn(4)) {
+    } else if (choices_.oneIn("ours", 4)) {
       buffer = {rig_.sim.allocate(bytes, home), bytes, home, nullptr};
     } else {
       buffer = rig_.newResult(home, result);
@@ -390,7 +462,7 @@ class Program {
     rig_.cache.store(*to.block, {part.begin, part.begin + part.bytes}, borrowed.data, producer);
     to.known = knewTheRest;
     to.set(part, result);
-    if (random_.oneIn(2)) {
+    if (choices_.oneIn("writesAgain", 2)) {
       rig_.writeOnDevice(producer, borrowed.data, value(part.bytes));
     }
   }
@@ -432,7 +504,8 @@ class Program {
 
   void finish() {
     while (!models_.empty()) {
-      if (random_.oneIn(2)) {
+      choices_.begin("end");
+      if (choices_.oneIn("reads", 2)) {
         Model& last = models_.back();
         last.lease = {};
         last.lease = rig_.cache.lease(*last.block, Access::Read);
@@ -461,7 +534,7 @@ class Program {
   }
 
   const std::uint64_t seed_;
-  SimRandom random_;
+  Choices choices_;
   const bool ordered_;
   const bool shared_;
   const bool saved_;

@@ -389,6 +389,71 @@ TEST_F(PrefetchBatch, ABatchThatFailsIsFetchedOnDemand) {
   }
 }
 
+// All that is allocated in a known order is for copies ahead. What is refused there, nobody learns of: the fetch itself copies, and from
+// then on all is as before.
+TEST_F(PrefetchBatch, EachAllocationIsRefusedOnce) {
+  for (const bool together : {true, false}) {
+    for (std::uint64_t seed = 0; seed < 3; ++seed) {
+      std::size_t shorter = 0;
+      std::size_t n = 1;
+      for (bool refused = true; refused; ++n) {
+        CoreOptions faulty = options(seed);
+        if (!together) faulty.cache.batchMost = 0;
+        faulty.cache.poison = seed % 2 == 1;
+        make(faulty);
+        forward(2);
+        rig_->link.batches.clear();
+        const TransferStats before = moved();
+        rig_->link.refuses = n;
+        for (std::size_t k = 0; k < layers_.size(); ++k) ASSERT_NO_THROW(use(k));
+        rig_->link.refuses = 0;
+        refused = rig_->link.refused > 0;
+        for (const auto& batch : rig_->link.batches) shorter += batch.size() < 4;
+        EXPECT_LE(moved().copiesToDevice, before.copiesToDevice + kLayers + kSlots / 2)
+            << "what is ahead is all that may be more";
+        EXPECT_EQ(stats().prefetchesWasted, 0U);
+        EXPECT_EQ(stats().pinnedBytes, 0U);
+        EXPECT_LE(stats().slotBytesPeak, kSlots * kBytes);
+        EXPECT_EQ(rig_->sim.bytesInUse(0), stats().slotBytes) << "memory that no Slot has";
+        for (std::size_t k = 0; k < layers_.size(); k += 3) write(k); // over what was refused and what was not
+        forward(2);
+        const ResidencyStats again = stats();
+        forward();
+        EXPECT_EQ(stats().hits, again.hits + kLayers) << "and the order is foretold as before";
+        checkValues();
+        rig_->cache.emptyCache(0);
+        EXPECT_EQ(stats().slotBytes, 0U);
+        EXPECT_EQ(rig_->sim.bytesInUse(0), 0U);
+        EXPECT_EQ(rig_->link.use().buffers, 0);
+        ASSERT_FALSE(HasFailure()) << (together ? "together" : "alone") << ", seed " << seed << ", allocation " << n;
+      }
+      EXPECT_GT(n, kLayers) << "one for each copy";
+      EXPECT_TRUE(!together || shorter > 0) << "some are refused in the middle of a batch";
+    }
+  }
+}
+
+// A device on which there is no room for what may be ahead.
+TEST_F(PrefetchBatch, WhereThereIsNoMemoryForCopiesAheadFetchesGoOn) {
+  for (const std::size_t fits : {2U, 3U, 6U, 10U}) {
+    for (std::uint64_t seed = 0; seed < 20; ++seed) {
+      CoreOptions small = options(seed);
+      small.sim.deviceBytes = fits * kBytes;
+      make(small);
+      for (int pass = 0; pass < 4; ++pass) {
+        for (std::size_t k = 0; k < layers_.size(); ++k) ASSERT_NO_THROW(use(k));
+        for (std::size_t k = 0; k < layers_.size(); k += 5) write(k);
+      }
+      EXPECT_GT(stats().evictions, 0U);
+      EXPECT_EQ(stats().pinnedBytes, 0U);
+      checkValues();
+      rig_->cache.emptyCache(0);
+      EXPECT_EQ(rig_->sim.bytesInUse(0), 0U);
+      ASSERT_FALSE(HasFailure()) << fits << " fit, seed " << seed;
+    }
+  }
+}
+
 TEST_F(PrefetchBatch, EachCallFailsOnce) {
   for (std::uint64_t seed = 0; seed < 2; ++seed) {
     bool failed = true;
