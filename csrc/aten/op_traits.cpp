@@ -45,12 +45,18 @@ bool holdsTensors(ArgumentKind kind) {
   return kind == ArgumentKind::Tensor || kind == ArgumentKind::TensorList || kind == ArgumentKind::OptionalTensorList;
 }
 
-// Operations that only move values: their results are exact wherever they are made.
+// Operations that only move values: their results are exact wherever they are made. Not among them: what finds its values by
+// comparing them (`sort`, `nonzero`) or by places that it computes (`upsample_nearest2d`), and derivatives (`select_backward`),
+// which would make a gradient of any size on the host of the one number that backward begins with.
 const std::unordered_set<std::string_view> kMovements{
     "aten::clone",
     "aten::cat",
     "aten::stack",
+    "aten::_stack",
+    "aten::_chunk_cat",
     "aten::index",
+    "aten::_unsafe_index",
+    "aten::_unsafe_masked_index",
     "aten::index_select",
     "aten::gather",
     "aten::take",
@@ -58,25 +64,65 @@ const std::unordered_set<std::string_view> kMovements{
     "aten::flip",
     "aten::roll",
     "aten::constant_pad_nd",
+    "aten::reflection_pad1d",
+    "aten::reflection_pad2d",
+    "aten::reflection_pad3d",
+    "aten::replication_pad1d",
+    "aten::replication_pad2d",
+    "aten::replication_pad3d",
     "aten::tril",
     "aten::triu",
     "aten::masked_select",
     "aten::where",
     "aten::contiguous",
     "aten::_to_copy",
+    "aten::complex",
     "aten::slice_scatter",
     "aten::select_scatter",
     "aten::index_put",
+    "aten::_unsafe_index_put",
+    "aten::index_copy",
+    "aten::index_fill",
+    "aten::put",
     "aten::scatter",
     "aten::repeat_interleave",
     "aten::embedding",
     "aten::rot90",
     "aten::block_diag",
+    "aten::diag_embed",
     "aten::masked_fill",
     "aten::masked_scatter",
     "aten::as_strided_scatter",
     "aten::diagonal_scatter",
+    "aten::pixel_shuffle",
+    "aten::pixel_unshuffle",
+    "aten::channel_shuffle",
+    "aten::native_channel_shuffle",
+    "aten::im2col",
+    "aten::max_unpool2d",
+    "aten::max_unpool3d",
+    // Copies of views.
+    "aten::_reshape_alias_copy",
+    "aten::alias_copy",
+    "aten::as_strided_copy",
+    "aten::detach_copy",
+    "aten::diagonal_copy",
+    "aten::expand_copy",
+    "aten::narrow_copy",
+    "aten::permute_copy",
+    "aten::select_copy",
+    "aten::slice_copy",
     "aten::split_copy",
+    "aten::split_with_sizes_copy",
+    "aten::squeeze_copy",
+    "aten::t_copy",
+    "aten::transpose_copy",
+    "aten::unbind_copy",
+    "aten::unfold_copy",
+    "aten::unsqueeze_copy",
+    "aten::view_as_complex_copy",
+    "aten::view_as_real_copy",
+    "aten::view_copy",
 };
 
 // Writes that are part of a forward pass, which has the device's bits: they are made where a new value would be.
@@ -194,6 +240,7 @@ const std::unordered_set<std::string_view> kNeverIntercepted{
     "aten::_has_same_storage_numel",
     "aten::_new_zeros_with_same_feature_meta",
     // Their sizes are a CPU tensor, which is no operand.
+    "aten::_pack_padded_sequence",
     "aten::_pad_packed_sequence",
     "aten::_pack_padded_sequence_backward",
     // Views, though their schemas don't say so.
@@ -272,10 +319,12 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
     traits.written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     traits.out = traits.written && argument.kwarg_only();
     traits.hidden = !traits.written && (argument.name() == "running_mean" || argument.name() == "running_var");
+    traits.sizes = argument.name() == "batch_sizes";
     writes = writes || traits.written;
     if (argument.name() == "training" || argument.name() == "train" || argument.name() == "use_input_stats") {
       trainingArgument = static_cast<int>(arguments.size());
     }
+    if (argument.name() == "accumulate") accumulateArgument = static_cast<int>(arguments.size());
     arguments.push_back(traits);
   }
   // An operation that makes something new computes, and what it writes to beside, as batch norm does, follows.
@@ -285,8 +334,8 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
   if (writes && !makes && !kForwardWrites.contains(schema.name())) {
     effect = Effect::InPlace;
     update = updateOf(schema);
-  } else if (kMovements.contains(schema.name())) {
-    effect = Effect::Movement;
+  } else if (kMovements.contains(schema.name()) && !endsWith(schema.overload_name(), "reduce")) {
+    effect = Effect::Movement; // with `reduce`, scatter adds or multiplies
   }
   updatesStatistics = kUpdatesStatistics.contains(schema.name());
   convertsDevice = schema.name() == "aten::_to_copy";
@@ -295,10 +344,17 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
   decomposes = composite && !isTakenWhole(op);
 }
 
-bool OpTraits::writesHidden(const torch::jit::Stack& stack) const {
-  if (trainingArgument < 0) return updatesStatistics;
-  const auto& value = stack[stack.size() - arguments.size() + static_cast<std::size_t>(trainingArgument)];
+bool OpTraits::isTrue(int argument, const torch::jit::Stack& stack) const {
+  const auto& value = stack[stack.size() - arguments.size() + static_cast<std::size_t>(argument)];
   return value.isBool() && value.toBool();
+}
+
+bool OpTraits::writesHidden(const torch::jit::Stack& stack) const {
+  return trainingArgument < 0 ? updatesStatistics : isTrue(trainingArgument, stack);
+}
+
+bool OpTraits::adds(const torch::jit::Stack& stack) const {
+  return effect == Effect::Movement && accumulateArgument >= 0 && isTrue(accumulateArgument, stack);
 }
 
 bool OpTraits::leavesDevice(const torch::jit::Stack& stack) const {
@@ -319,6 +375,7 @@ Operands OpTraits::operands(const torch::jit::Stack& stack) const {
     const auto& argument = arguments[k];
     const auto& value = values[k];
     if (value.isTensor()) {
+      if (argument.sizes && value.toTensor().is_cpu()) continue;
       found.add(value.toTensor(), argument.written, argument.out);
     } else if (argument.kind == ArgumentKind::Generator && value.isGenerator()) {
       const auto type = value.toGenerator().device().type();

@@ -18,6 +18,7 @@ struct ArgumentTraits {
   bool written = false; // by the schema
   bool out = false; // `out=`: may be resized
   bool hidden = false; // written though the schema doesn't say so: batch norm's running statistics
+  bool sizes = false; // of packed sequences: on the CPU wherever the values are
 };
 
 /// Of what changes tensors of floating-point numbers element by element, and fails on none that have one dtype and one size.
@@ -40,11 +41,17 @@ struct OpTraits {
   bool countsFromStorage = false; // its offset is one into the operand's storage, of which it may read all
   int trainingArgument = -1; // a bool that says whether hidden writes happen
   bool updatesStatistics = false; // or, without one, they always do
+  int accumulateArgument = -1; // a bool that says whether a movement adds what comes to one place
 
   Operands operands(const torch::jit::Stack& stack) const;
   bool writesHidden(const torch::jit::Stack& stack) const;
+  /// Whether a movement is called so that it computes.
+  bool adds(const torch::jit::Stack& stack) const;
   /// Of one that converts devices: whether its Device argument names another than its operand's. Then it is a copy between them.
   bool leavesDevice(const torch::jit::Stack& stack) const;
+
+ private:
+  bool isTrue(int argument, const torch::jit::Stack& stack) const;
 };
 
 /// Whether the generic kernel serves an operation at all.

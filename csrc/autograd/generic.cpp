@@ -59,7 +59,8 @@ void copyBack(const Written& written, c10::Device computed) {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   if (written.argument.hidden) below.emplace();
   if (written.argument.out && written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
-  const bool replaced = !recordsGraph() && !tracing() && replaceValue(written.source, written.work, computed);
+  const bool recorded = recordsGraph() && (written.source.requires_grad() || written.work.requires_grad());
+  const bool replaced = !recorded && !tracing() && replaceValue(written.source, written.work, computed);
   if (!replaced && !rewrite(written.source, written.work, computed)) {
     const_cast<at::Tensor&>(written.source).copy_(written.work);
   }
@@ -160,12 +161,12 @@ bool convertsElsewhere(const OpTraits& traits, const Operands& operands, const S
 }
 
 // A cast that is made here was born on the device, or is a new value.
-Effect placedEffect(const OpTraits& traits) {
-  return traits.convertsDevice ? Effect::NewValue : traits.effect;
+Effect placedEffect(const OpTraits& traits, const Stack& stack) {
+  return traits.convertsDevice || traits.adds(stack) ? Effect::NewValue : traits.effect;
 }
 
 void runBelowAutograd(const c10::OperatorHandle& op, const OpTraits& traits, const Operands& operands, Stack& stack) {
-  Placement placement = place(operands, placedEffect(traits));
+  Placement placement = place(operands, placedEffect(traits, stack));
   if (traits.effect == Effect::InPlace && placement.toOffload && !op.hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
     placement.compute = pairedDevice(placement.home.index()); // where alone there is a kernel for it
   }
@@ -222,7 +223,7 @@ class AutogradKernel final : public c10::OperatorKernel {
     const bool late = late_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
     const bool whole = operands.foreign || (traits_->effect == Effect::InPlace && !late);
     if ((traits_->decomposes || late) && !whole) return below_.callBoxed(op, keys, stack);
-    const Placement placement = placeAboveAutograd(operands, placedEffect(*traits_));
+    const Placement placement = placeAboveAutograd(operands, placedEffect(*traits_, *stack));
     // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.
     if (traits_->effect == Effect::InPlace && (placement.toOffload || !(isCached(placement.compute) || recordsGraph()))) {
       // A composite one has none.
@@ -255,7 +256,7 @@ class AutocastKernel final : public c10::OperatorKernel {
     }
     std::optional<at::ScalarType> lower;
     if (lowered_ && !tracing()) lower = at::autocast::get_autocast_dtype(device_);
-    runFetched(op, traits_, placeAboveAutograd(operands, traits_.effect), *stack, lower);
+    runFetched(op, traits_, placeAboveAutograd(operands, placedEffect(traits_, *stack)), *stack, lower);
   }
 
  private:

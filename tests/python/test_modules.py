@@ -273,14 +273,20 @@ def test_sparse_embedding_gradient():
             raise
 
 
-def test_packed_sequence():
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_packed_sequence(feed):
+    """The lengths are on the CPU, whatever the values are on."""
+
     def run(device):
         net = nn.LSTM(4, 3).to(device)
-        packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 4).to(COMPUTE), [5, 3, 2])
+        x = torch.randn(5, 3, 4).to(device if feed == "offload" else COMPUTE).requires_grad_()
+        packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2])
+        assert (packed.data.device.type, packed.batch_sizes.device.type) == (x.device.type, "cpu")
         out, _ = net(packed)
         padded, _ = nn.utils.rnn.pad_packed_sequence(out)
+        assert padded.device.type == x.device.type
         padded.square().sum().backward()
-        return padded, grads(net)
+        return padded, x.grad, grads(net)
 
     same(run)
 

@@ -34,11 +34,17 @@ def test_beside_a_cpu_tensor_no_bytes_are_copied():
     if SIM:
         pytest.skip("on the simulated link CPU tensors play CUDA's part")
     w, x = at(OFFLOAD, 4, 4), at(CPU, 4, 4)
+    out = torch.zeros(4, 4)
     before = torch_offload.memory_stats()
     (w @ x).sum()
+    torch.cat([w, x], out=torch.empty(8, 4))
+    torch.mm(w, w, out=out)
+    w.add_(x).mul_(2)
+    x.add_(w)
     after = torch_offload.memory_stats()
-    assert after["link.bytes_to_device"] == before["link.bytes_to_device"]
-    assert after["host.allocations.total"] == before["host.allocations.total"]
+    for key in ("link.bytes_to_device", "link.bytes_to_host", "host.allocations.total"):
+        assert after[key] == before[key], key
+    assert (w.device.type, x.device, out.device) == ("offload", CPU, CPU)
 
 
 @pytest.mark.skipif(HOST, reason="there is no other place to be born")
@@ -58,9 +64,15 @@ def test_what_was_computed_stays_on_the_device(in_place):
             y += 1
     last = torch_offload.memory_stats()
     assert last["link.bytes_to_device"] == after["link.bytes_to_device"]
+    plain = at(COMPUTE, 64, 64)
+    expected = plain @ plain
+    for _ in range(3):
+        expected = (expected @ expected).t().clone()
+        if in_place:
+            expected += 1
+    assert_same(y, expected)
 
 
-@pytest.mark.skipif(HOST, reason="there is no other place to be born")
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -107,6 +119,12 @@ def test_movement_of_host_born_stays_on_the_host():
     assert after["link.bytes_to_device"] == before["link.bytes_to_device"]
     assert after["link.bytes_to_host"] == before["link.bytes_to_host"]
     assert c.device.type == "offload"
+    a = at(CPU, 64, 64)
+    expected = torch.cat([a, a]).clone()[::2].contiguous().double().to(torch.float32).t().flip(0)
+    moved = torch.stack([expected, expected]).index_select(0, torch.tensor([1]))
+    expected[1:3] = 2
+    expected.add_(1).clamp_(-1, 1)
+    assert_same([b, c], [expected, moved])
 
 
 @pytest.mark.skipif(HOST, reason="there is no cache")
@@ -121,7 +139,9 @@ def test_on_host_moves_nothing_down():
     assert torch_offload.memory_stats()["link.bytes_to_device"] == before
     c = b * 2
     assert torch_offload.memory_stats()["link.bytes_to_device"] > before
-    del c
+    a = at(CPU, 64, 64)
+    expected = (a @ a).exp() + a
+    assert_same([b, c], [expected, expected * 2])
 
 
 @pytest.mark.skipif(HOST, reason="there is no cache")

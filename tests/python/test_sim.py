@@ -37,6 +37,7 @@ EVERYTHING = [
     "test_placement.py",
     "test_placement_zero_dim.py",
     "test_placement_memory.py",
+    "test_placement_movements.py",
     "test_views_storage.py",
     "test_factories.py",
     "test_optim.py",

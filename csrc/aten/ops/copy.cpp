@@ -3,8 +3,10 @@
 // Note [Where a copy converts]
 // Between a compute device and offload the conversion is done on the compute device, so that the host neither computes nor
 // waits: the bytes that travel have the dtype and the strides of the offload side. Only an offload target with gaps or overlaps
-// between its elements needs the host, because a copy home writes whole ranges of bytes.
+// between its elements needs the host, because a copy home writes whole ranges of bytes. Between offload tensors it is done where the
+// target was born, if all of that is written.
 #include "aten/fetch.h"
+#include "aten/placement.h"
 #include "compat/registration.h"
 
 #include <ATen/ops/_local_scalar_dense.h>
@@ -48,6 +50,23 @@ void copyOnHost(const at::Tensor& from, const at::Tensor& to) {
   target.copy_(isOffload(from) ? hostAlias(from) : from);
 }
 
+// What becomes all of a tensor that was born on the device is made there, as all that is written to it is.
+bool copyThere(const at::Tensor& from, const at::Tensor& to) {
+  const c10::Device device = pairedDevice(to.device().index());
+  if (!isCached(device) || HostScope::active() || from.device() != to.device() || !coversItsStorage(to) || to.is_conj() ||
+      to.is_neg() || from.storage().is_alias_of(to.storage()) || blockOf(to.storage()).born != Born::Device) {
+    return false;
+  }
+  try {
+    const at::Tensor fetched = fetchTo(from, device);
+    at::Tensor value = at::empty_strided(to.sizes(), to.strides(), fetched.options().dtype(to.dtype()));
+    value.copy_(fetched);
+    return replaceValue(to, value, device);
+  } catch (const c10::OutOfMemoryError&) {
+    return false; // the host has room for it already
+  }
+}
+
 at::Tensor copyFrom(const at::Tensor& self, const at::Tensor& to, bool /*nonBlocking*/) {
   if (to.numel() == 0) return to;
   if (isOffload(self) && to.is_cuda()) {
@@ -62,7 +81,7 @@ at::Tensor copyFrom(const at::Tensor& self, const at::Tensor& to, bool /*nonBloc
     TORCH_CHECK(
         (isOffload(self) || self.is_cpu()) && (isOffload(to) || to.is_cpu()), "offload: can't copy from ", self.device(),
         " to ", to.device(), "; copy through the CPU.");
-    copyOnHost(self, to);
+    if (!isOffload(self) || !isOffload(to) || !copyThere(self, to)) copyOnHost(self, to);
   }
   return to;
 }
