@@ -1,8 +1,9 @@
 """torch.compile over blocks of the Llama-3-8B shape in bfloat16: inductor's code with weights on the GPU and on offload.
 
-Forward through 12 blocks, and forward and backward through 8, each model compiled for each number of tokens, in turns, with
-nothing taken from a cache. Of the compilations it prints the median of the seconds until the first step is done, which vary by
-a fifth, and the kernels that inductor generated; of the compiled model the time of a step beside
+Forward through 12 blocks, and forward and backward through 8, each with few tokens, which the link bounds, and with many. Each
+model is compiled for each number of tokens, in turns, with nothing taken from a cache. Of the compilations it prints the median
+of the seconds until the first step is done, which vary by a fifth, and the kernels that inductor generated; of the compiled
+model the time of a step beside
 
     ideal = max(compiled resident, bytes / link)
 
@@ -39,6 +40,7 @@ from harness import (
     ms,
     print_table,
     synchronize,
+    training_limit,
     write_record,
 )
 
@@ -166,13 +168,13 @@ def main() -> None:
     records = []
     for work, count, lengths in (
         ("forward", 1 if options.tiny else 12, [4] if options.tiny else [1, 16384]),
-        ("training", 1 if options.tiny else 8, [4] if options.tiny else [16384]),
+        ("training", 1 if options.tiny else 8, [4] if options.tiny else [128, 16384]),
     ):
         if options.only not in (None, work):
             continue
         blocks = make_blocks(count, shape, torch.bfloat16, device)
         total = parameter_bytes(blocks)
-        limit = total / rates.down + (total / rates.duplex if work == "training" else 0)
+        limit = training_limit(total, rates) if work == "training" else total / rates.down
         for tokens in lengths:
             x = make_input(tokens, shape, torch.bfloat16, device)
             make_step = forward_step if work == "forward" else training_step

@@ -133,6 +133,12 @@ class LinkRates:
         return f"link: {down:.1f} GB/s down, {up:.1f} up, {duplex:.1f} each way with both at once"
 
 
+def training_limit(count: int, rates: LinkRates) -> float:
+    """Seconds on the link of a forward and a backward over weights of so many bytes, none of which stays on the GPU: down once
+    with the link to themselves, and once more while their gradients go up."""
+    return count / rates.down + count / rates.duplex
+
+
 def link_rates(tiny: bool = False, rounds: int = 5) -> LinkRates:
     """Measures the link with copies of 256 MiB of page-locked memory, eight in a row (1 MiB for a tiny run)."""
     size, count = (1 << 20, 2) if tiny else (256 << 20, 8)

@@ -34,6 +34,7 @@ from harness import (
     ms,
     peak_bytes,
     print_table,
+    training_limit,
     write_record,
 )
 from peers import close_variants, make_variants
@@ -103,7 +104,7 @@ def main() -> None:
     models = make_variants(resident, device, keep_activations=True)
     total = parameter_bytes(resident)
     rates = link_rates(options.tiny)
-    limit = total / rates.down + total / rates.duplex
+    limit = training_limit(total, rates)
     print(f"{count} blocks, {total / 1e9:.3f} GB; {rates}", flush=True)
 
     rows, records = [], []

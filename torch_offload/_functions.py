@@ -7,7 +7,7 @@ What the context keeps has memory while the function's backward runs, as what Py
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,6 +65,22 @@ def _watch_backward(results: Any, lent: list[_Lent], watch: _C.ReleaseRefill) ->
     watch.finish(results)
 
 
+def call_fetched(function: Callable[..., Any], args: Iterable[Any], target: torch.device, **kwargs: Any) -> Any:
+    """Calls a function with what is fetched of its offload operands. What it writes to them, or keeps, is seen to as above."""
+    watch = _C.ReleaseRefill(target)
+    args, lent = _lend(args, target)
+    try:
+        results = function(*args, **kwargs)
+    finally:  # also where checkpointing has ended a recomputation early
+        for operand in lent:
+            operand.bring_home()
+    del args
+    lent = [operand for operand in lent if operand.is_kept()]
+    if lent:
+        _watch_backward(results, lent, watch)
+    return results
+
+
 def _is_left_alone(cls: type) -> bool:
     # Compiled graphs and functorch's levels fetch by themselves. Checkpointing keeps its arguments, and hands them on as
     # they are.
@@ -84,17 +100,6 @@ def register() -> None:
         target = None if _is_left_alone(cls) else target_of(args)
         if target is None:
             return super(base, cls).apply(*args, **kwargs)
-        watch = _C.ReleaseRefill(target)
-        args, lent = _lend(args, target)
-        try:
-            results = super(base, cls).apply(*args, **kwargs)
-        finally:  # also where checkpointing has ended a recomputation early
-            for operand in lent:
-                operand.bring_home()
-        del args
-        lent = [operand for operand in lent if operand.is_kept()]
-        if lent:
-            _watch_backward(results, lent, watch)
-        return results
+        return call_fetched(super(base, cls).apply, args, target, **kwargs)
 
     base.apply = classmethod(apply)

@@ -37,6 +37,15 @@ def test_every_benchmark_is_here() -> None:
     assert sorted({path.stem for path in BENCHMARKS.glob("*.py")} - shared) == NAMES
 
 
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A benchmark's module."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    return benchmark
+
+
 def figures(name: str, folder: Path, *options: str, **settings: str) -> dict[str, Any]:
     """What a small version writes, which must succeed."""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--tiny", *options]
@@ -88,10 +97,7 @@ def test_every_bit_is_equal_with_late_copies_on_the_simulated_link(tmp_path: Pat
     ],
 )
 def test_the_exit_of_arena_tells_a_missed_goal(options, rates, sizes, missed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("arena", BENCHMARKS / "arena.py")
-    arena = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(arena)
+    arena = load("arena", monkeypatch)
     monkeypatch.setattr(sys, "argv", ["arena.py", *options])
     monkeypatch.setattr(arena, "compute_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(arena, "compare_rates", lambda *_: [{"ratio": ratio} for ratio in rates])
@@ -174,11 +180,26 @@ STEPS = [run("", 1.02, variant="offload", ideal=1.0)]
     ],
 )
 def test_a_missed_goal_is_told(name, records, missed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    benchmark = load(name, monkeypatch)
     assert benchmark.problems(*records, tiny=False) == missed
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_the_exit_of_graphs_tells_of_other_bits(differs, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = load("graphs", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["graphs.py", "--tiny"])
+    monkeypatch.setattr(graphs, "equal", lambda result, expected: result is expected or not differs)
+    monkeypatch.setattr(graphs, "write_record", lambda *_: None)
+    if not differs:
+        graphs.main()
+    else:
+        with pytest.raises(SystemExit) as exited:
+            graphs.main()
+        assert exited.value.code.splitlines() == [
+            f"{shape}, offload, called, {kept} kept on the GPU: the result differs from the resident model's."
+            for shape in ("256 features", "1,024 features")
+            for kept in ("nothing", "all weights")
+        ]
 
 
 def test_a_full_benchmark_without_a_gpu_says_what_it_needs(tmp_path: Path) -> None:

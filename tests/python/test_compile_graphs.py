@@ -18,6 +18,25 @@ def budget_as_it_was():
     torch_offload.set_budget("auto")
 
 
+@pytest.fixture
+def replays(monkeypatch):
+    """How many graphs were replayed since it was asked last: PyTorch says nothing where it has captured none."""
+    replay, count = torch.cuda.CUDAGraph.replay, 0
+
+    def counted(graph):
+        nonlocal count
+        count += 1
+        replay(graph)
+
+    def since():
+        nonlocal count
+        found, count = count, 0
+        return found
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    return since
+
+
 def graphed(model):
     step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
 
@@ -30,7 +49,7 @@ def graphed(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("budget", ["auto", 0])
-def test_inference(budget):
+def test_inference(budget, replays):
     torch_offload.set_budget(budget)
     torch.manual_seed(0)
     plain = layers(6, 32).to(COMPUTE)
@@ -40,6 +59,7 @@ def test_inference(budget):
         x = data(3, 32, seed=k)
         before = torch_offload.stats()["fetches"]
         assert_same(step(x).clone(), expected(x))
+        assert replays() > 0 or k < 3
         assert k < 3 or torch_offload.stats()["fetches"] == before, "a replay asks no cache"
         for changed in (plain, model):
             for parameter in changed.parameters():
@@ -47,10 +67,11 @@ def test_inference(budget):
     for changed in (plain, model):
         changed.load_state_dict({name: 2 * value for name, value in changed.state_dict().items()})
     assert_same(step(data(3, 32)).clone(), expected(data(3, 32)))
+    assert replays() > 0
 
 
 @torch.no_grad()
-def test_a_fetched_tensor_that_is_returned():
+def test_a_fetched_tensor_that_is_returned(replays):
     """It would be memory of no pool: its fetch, and with it all others, is left out."""
     weight, x = at(OFFLOAD, 32, 32), data(3, 32)
 
@@ -58,13 +79,14 @@ def test_a_fetched_tensor_that_is_returned():
         return torch.ops.offload.fetch(weight, x.device), torch.relu(x @ weight)
 
     step = graphed(both)
-    for _ in range(4):
+    for k in range(4):
         found, product = step(x)
         assert_same(found.clone(), weight.to(COMPUTE))
         assert_same(product.clone(), torch.relu(x @ weight.to(COMPUTE)))
+        assert replays() > 0 or k < 3  # of what is behind the fetch
 
 
-def test_training_over_frozen_weights():
+def test_training_over_frozen_weights(replays):
     """The backward, too, is one graph with its own fetches."""
     torch.manual_seed(0)
     plain = layers(4, 32).requires_grad_(False)
@@ -79,13 +101,14 @@ def test_training_over_frozen_weights():
             scale.grad = None
             before = torch_offload.stats()["fetches"]
             step(data(3, 32, seed=k)).square().mean().backward()
+            assert replays() > 1 or k < 3
             assert k < 3 or torch_offload.stats()["fetches"] == before, "a replay asks no cache"
             gradients.append(scale.grad.clone())
         found.append(gradients)
     assert_same(found[1], found[0])
 
 
-def test_training_with_new_weights():
+def test_training_with_new_weights(replays):
     """Writes in place and `load_state_dict` between steps: a replay computes with the values of its time."""
     torch.manual_seed(0)
     plain = layers(4, 32)
@@ -98,6 +121,7 @@ def test_training_with_new_weights():
             model.zero_grad()
             y = step(data(3, 32, seed=k % 3))
             y.square().mean().backward()
+            assert replays() > 1 or k < 3
             outputs.append((y.detach().cpu(), {name: gradient.cpu() for name, gradient in grads(model).items()}))
             with torch.no_grad():
                 for parameter in model.parameters():

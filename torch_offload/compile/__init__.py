@@ -1,19 +1,21 @@
 """``torch.compile`` over offload tensors: one graph, with ``offload::fetch`` and ``offload::stash`` in it as operations.
 
-`fakes` says what the package's operations give while they are traced, `partition` that what was fetched is fetched again for
-backward and never kept, `inductor` how graphs that hold offload tensors become code, and `on_device` what of them is rewritten.
+`fakes` says what the package's operations give while they are traced, `higher_order` what operations are given that take
+functions, `partition` that what was fetched is fetched again for backward and never kept, `inductor` how graphs that hold
+offload tensors become code, and `on_device` what of them is rewritten.
 How it fits together: docs/design/compile.md.
 """
 
 import torch
 
 from torch_offload import _C
-from torch_offload.compile import fakes
+from torch_offload.compile import fakes, higher_order
 
 
 def register() -> None:
     """Called once, by the import of the package. Inductor asks for its part when it first compiles something."""
     fakes.register()
+    higher_order.register()
 
 
 def register_with_inductor() -> None:

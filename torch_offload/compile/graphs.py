@@ -56,7 +56,7 @@ def keep_what_is_overwritten(graph: fx.Graph) -> set[int]:
     """
     written: set[int] = set()
     for node in graph.nodes:
-        if node.target is torch.ops.aten.copy_.default:
+        if node.target in (torch.ops.aten.copy_.default, WRITE):
             written |= storages(node.args[0])
     for node in graph.nodes:
         if node.target is not FETCH or not written & storages(node.args[0]):

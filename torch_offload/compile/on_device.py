@@ -40,9 +40,10 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 def _may_be_reinplaced(target: Any) -> bool:
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return True
     name = getattr(target, "__name__", "")
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        # Those that stand for one that writes. Others write to no operand of theirs.
+        return name.startswith(("auto_functionalized", "triton_kernel_wrapper", "with_effects"))
     return "scatter" in name or "index_put" in name
 
 
@@ -169,7 +170,6 @@ class OnDevice(CustomGraphModulePass):
                 "fetched; package the model with its weights on the device that computes, or use torch.compile."
             )
         graph = graph_module.graph
-        keep_what_is_overwritten(graph)
         for node in list(graph.nodes):
             _check_kernel(node)
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -180,6 +180,7 @@ class OnDevice(CustomGraphModulePass):
                 _write(graph, node)
             elif home_of([node, node.all_input_nodes]):
                 _move(graph, node)
+        keep_what_is_overwritten(graph)  # fetches that were there, and those of what was moved
         _fetch_small_constants(graph_module)
         _skip_round_trips(graph)
         _give(graph)

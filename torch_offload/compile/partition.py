@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+# Graphs that are not cut in two come here. It has a name of its own for what the partitioners ask.
+_ASKER = "torch._functorch._activation_checkpointing.remat_using_tags_for_fwd_loss_bwd_graph_pass"
+
 
 def _prepare(graph: Any) -> None:
     from torch_offload.compile import graphs  # the operations that it names are registered by now
@@ -49,3 +52,5 @@ def prepare_graphs() -> None:
         )
     if not hasattr(asked_first, "__wrapped__"):
         partitioners.has_recomputable_ops = _preparing(asked_first)
+    if asker := sys.modules.get(_ASKER):
+        asker.has_recomputable_ops = partitioners.has_recomputable_ops
