@@ -10,7 +10,7 @@ cxx_files = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
 # Keeps the source tree, which holds no built module, from hiding the installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help bootstrap build demo test no-cuda opinfo zoo core-test sanitize fuzz exits gpu-check format lint clean
+.PHONY: help bootstrap build demo test no-cuda opinfo zoo core-test sanitize fuzz exits gpu-packages gpu-check format lint clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -57,11 +57,14 @@ sanitize: ## Run core's tests under the address, undefined-behaviour and thread 
 SEEDS ?= 1000000
 fuzz: ## Run core's random programs, SEEDS of each kind
 	@tools/bootstrap system
-	OFFLOAD_FUZZ_SEEDS=$(SEEDS) tools/core_test -R Fuzz
+	OFFLOAD_FUZZ_SEEDS=$(SEEDS) tools/core_test -R Fuzz --timeout 10000000
 
 RUNS ?= 200
 exits: build ## Let scripts end right after a backward, RUNS times
 	TORCH_OFFLOAD_TEST_EXITS=$(RUNS) $(venv)/bin/pytest tests/python/test_process.py::test_exit
+
+gpu-packages: bootstrap ## Get what tests on a GPU take beside the development tools; tools/gpu_check finds it in build/gpu
+	$(venv)/bin/python -m pip install --quiet --no-deps --upgrade --target build/gpu -r tools/requirements-gpu.txt
 
 gpu-check: ## Build and run all tests on this machine's GPU, those for compute-sanitizer under it too
 	tools/gpu_check cpp py py-sanitizer

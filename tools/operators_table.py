@@ -30,6 +30,7 @@ MODES = {
     "offload": "all on offload",
 }
 
+GOAL = 99  # of a hundred entries, in each mode; a table with less is not written
 TITLE_OF_LIST = "## What differs"
 HEAD = """# Operators
 
@@ -61,6 +62,11 @@ def runs(entries: dict, mode: str, what: str | None = None) -> tuple[int, int]:
 def share(looked: int, passed: int) -> str:
     # Rounded down: 100 % are all.
     return f"{passed:,} of {looked:,} ({int(1000 * passed / looked) / 10 if looked else 100:.1f} %)"
+
+
+def below_goal(entries: dict) -> list[str]:
+    """The modes in which too few entries pass."""
+    return [mode for mode in MODES for looked, passed in [runs(entries, mode)] if 100 * passed < GOAL * looked]
 
 
 def rows(entries: dict, title: str, whats: dict[str, str]) -> list[str]:
@@ -114,6 +120,8 @@ def merged(names: list[str]) -> list[dict]:
     for (version, device), record in records.items():
         if len(record["entries"]) != record["of"]:
             sys.exit(f"torch {version}, {device}: {len(record['entries'])} of {record['of']} entries were looked at")
+        for mode in below_goal(record["entries"]):
+            sys.exit(f"torch {version}, {device}, {MODES[mode]}: less than {GOAL} % of the entries pass")
     return list(records.values())
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import CACHED, COMPUTE, CPU, OFFLOAD, assert_same, at, deterministic
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_offload
 
@@ -123,6 +124,65 @@ def check_bytes(make, x):
     torch_offload.set_budget(0)
     moved = moved_in_a_step(net, x)
     assert packed / 2 <= moved <= 1.05 * packed, f"{moved} bytes for {packed} that are packed"
+
+
+class Recomputed(nn.Module):
+    """A model whose backward computes each block again."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        for block in self.net:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def moved_in_training(net, x, steps, optimizer=None):
+    """Bytes to the device and bytes home of so many steps; without an optimizer these are micro-batches."""
+
+    def moved():
+        torch_offload.synchronize()
+        stats = torch_offload.memory_stats()
+        return stats["link.bytes_to_device"], stats["link.bytes_to_host"]
+
+    before = moved()
+    for _ in range(steps):
+        net(x).square().mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return tuple(new - old for new, old in zip(moved(), before, strict=True))
+
+
+def check_training_bytes(make, x, dtype, recomputed=False):
+    """Adapters over a frozen base move what is packed, at most once forward and once backward, and nothing of it comes home.
+
+    The least is one pass: what autograd keeps unpacked for backward is on the GPU; what is recomputed is fetched twice.
+    With room for all of it nothing is fetched after the first step, but for adapters that the optimizer has changed.
+    """
+    net = adapted(make(24).requires_grad_(False), dtype).to(OFFLOAD)
+    trained = sum(p.nbytes for p in net.parameters() if p.requires_grad)
+    packed = bytes_of(net) - trained
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
+    model = Recomputed(net) if recomputed else net
+    torch_offload.set_ring_bytes(4 * 4 * WIDTH * WIDTH)
+
+    torch_offload.set_budget(0)
+    moved_in_training(model, x, 2, optimizer)
+    down, home = moved_in_training(model, x, 2, optimizer)
+    assert packed <= down <= 2 * 2 * 1.05 * (packed + trained), f"{down / 2} bytes for {packed} and {trained}"
+    if not recomputed:
+        assert home == 2 * trained, "their gradients"
+
+    torch_offload.set_budget(2**26)
+    moved_in_training(model, x, 2)
+    assert moved_in_training(model, x, 2) == (0, 0)
+    moved_in_training(model, x, 1, optimizer)
+    down, home = moved_in_training(model, x, 2, optimizer)
+    assert down <= 3 * trained < packed + 2 * trained, "adapters, once more what is copied ahead"
+    assert home == 2 * trained
 
 
 def check_files(net, x, weights_only=True):

@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import pickle
+import threading
 
 import pytest
 import torch
@@ -95,6 +96,55 @@ def test_a_fetch_waits_for_its_own_update():
     assert (leaves[2].to(COMPUTE) == 0.5).all()
     assert pending_jobs() == 3
     torch_offload.synchronize()
+    assert pending_jobs() == 0
+
+
+@pytest.fixture
+def gate():
+    """Until it is set, no update by ``addcmul_`` ends, whichever thread does it."""
+    gate = threading.Event()
+
+    def held(a, b, c, *, value=1):
+        assert gate.wait(120)
+        return a.add_(b * c, alpha=value)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("addcmul_", held, "CPU")
+    yield gate
+    gate.set()
+    torch_offload.synchronize()
+    library._destroy()
+
+
+READS_OF_ITS_OWN = {
+    "a fetch": lambda p: p.to(COMPUTE),
+    "a product": lambda p: p * torch.ones(SIZE, device=COMPUTE),
+    "a read": lambda p: p.detach().cpu(),
+    "a write": lambda p: p.detach().add_(0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize("read", READS_OF_ITS_OWN)
+def test_a_read_waits_for_no_update_of_others(read, gate):
+    """Those can't be done before the gate is open: whoever waited for one would find none left."""
+    others = [torch.ones(1 << 18).to(OFFLOAD) for _ in range(3)]
+    torch_offload.synchronize()
+    (leaf,), _ = stepped()
+    for other in others:
+        other.addcmul_(other.detach().clone(), other.detach().clone(), value=0.5)
+    assert 3 <= pending_jobs() <= 4
+    late = threading.Timer(60, gate.set)  # a mistake is an error then, and no test that never ends
+    late.start()
+    value = READS_OF_ITS_OWN[read](leaf)
+    assert pending_jobs() == 3
+    assert not gate.is_set()
+    late.cancel()
+    assert_same(value.detach().cpu(), torch.full((SIZE,), 0.5))
+    assert pending_jobs() == 3
+    gate.set()
+    for other in others:
+        assert_same(other.to(COMPUTE).cpu(), torch.full((1 << 18,), 1.5))
     assert pending_jobs() == 0
 
 

@@ -1,8 +1,10 @@
 """Operations of other libraries, defined before or after the first offload tensor, are served like PyTorch's own."""
 
+import copy
+
 import pytest
 import torch
-from helpers import COMPUTE, CPU, OFFLOAD, assert_same, passes
+from helpers import COMPUTE, CPU, OFFLOAD, assert_same, at, deterministic, passes
 
 import torch_offload
 
@@ -126,6 +128,189 @@ def test_gradients(feed):
     assert all(a == b and a.type == COMPUTE.type for a, b in seen)
     assert (y.device, x.grad.device, w.grad.device.type) == (x.device, x.device, "offload")
     assert_same((y, x.grad, w.grad), (x * 2, torch.full((4,), 2.0), x))
+
+
+def written_by_a_decorator(space, seen):
+    """A scaled product that the device alone has a kernel for, and so is what its derivative is made of."""
+
+    @torch.library.custom_op(f"{space}::product", mutates_args=(), device_types=COMPUTE.type)
+    def product(x: torch.Tensor, w: torch.Tensor, by: float) -> torch.Tensor:
+        seen.append((x.device, w.device))
+        return x @ w.t() * by
+
+    @torch.library.custom_op(f"{space}::gradients", mutates_args=(), device_types=COMPUTE.type)
+    def gradients(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, by: float) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append((g.device, x.device, w.device))
+        return g @ w * by, g.t() @ x * by
+
+    product.register_autograd(lambda ctx, g: (*gradients(g, *ctx.saved_tensors, ctx.by), None), setup_context=keep)
+    return product
+
+
+def written_by_hand(space, seen):
+    """The same, kernel by kernel."""
+    library = torch.library.Library(space, "DEF")
+    library.define("product(Tensor x, Tensor w, float by) -> Tensor")
+    library.define("gradients(Tensor g, Tensor x, Tensor w, float by) -> (Tensor, Tensor)")
+
+    def product(x, w, by):
+        seen.append((x.device, w.device))
+        return x @ w.t() * by
+
+    def gradients(g, x, w, by):
+        seen.append((g.device, x.device, w.device))
+        return g @ w * by, g.t() @ x * by
+
+    library.impl("product", product, COMPUTE.type.upper())
+    library.impl("gradients", gradients, COMPUTE.type.upper())
+    operations = getattr(torch.ops, space)
+    torch.library.register_autograd(
+        f"{space}::product",
+        lambda ctx, g: (*operations.gradients(g, *ctx.saved_tensors, ctx.by), None),
+        setup_context=keep,
+        lib=library,
+    )
+    return lambda *args: (library, operations.product(*args))[1]
+
+
+def keep(ctx, inputs, output):
+    *tensors, ctx.by = inputs
+    ctx.save_for_backward(*tensors)
+
+
+class Products(torch.nn.Module):
+    """Two layers with an operation of somebody's, and one weight that both use."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(at(CPU, 8, 8, seed=k) / 4 for k in range(2))
+        self.product = product
+
+    def forward(self, x):
+        for weight in (*self.weights, self.weights[0]):
+            x = self.product(x, weight, 0.5).tanh()
+        return x
+
+
+@pytest.mark.parametrize("write", [written_by_a_decorator, written_by_hand])
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_gradients_of_what_the_device_alone_knows(write, feed):
+    """Its kernels get operands of the device, forward and backward, and all values are those of the plain model."""
+    seen = []
+    net = Products(write(next(SPACES), seen))
+    results = []
+    with deterministic():
+        for device, fed in ((COMPUTE, COMPUTE), (OFFLOAD, COMPUTE if feed == "plain" else OFFLOAD)):
+            model = copy.copy(net)
+            model.weights = copy.deepcopy(net.weights).to(device)
+            x = at(fed, 5, 8, seed=9).requires_grad_()
+            for _ in range(2):  # gradients are added to
+                y = model(x)
+                y.square().sum().backward()
+            assert (y.device.type, x.grad.device.type) == (fed.type, fed.type)
+            assert {weight.grad.device.type for weight in model.weights} == {device.type}
+            results.append((y, x.grad, [weight.grad for weight in model.weights]))
+    assert len(seen) == 2 * 2 * 2 * 3
+    assert {device for call in seen for device in call} == {COMPUTE}
+    assert_same(results[1], results[0])
+
+
+def test_gradients_of_what_was_there_before_the_package():
+    passes(
+        """
+        import torch
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+
+        @torch.library.custom_op("offload_test_before::square", mutates_args=(), device_types=device)
+        def square(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            assert x.device.type == w.device.type == device
+            return x * w * w
+
+        square.register_autograd(
+            lambda ctx, g: (None, 2 * g * ctx.saved_tensors[0] * ctx.saved_tensors[1]),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        )
+        import torch_offload
+        x = torch.arange(4.0, device=device)
+        w = torch.full((4,), 3.0).to("offload").requires_grad_()
+        for fed in (x, x.to("offload")):
+            w.grad = None
+            square(fed, w).sum().backward()
+            assert w.grad.is_offload
+            assert w.grad.tolist() == [0.0, 6.0, 12.0, 18.0]
+        """
+    )
+
+
+def adds_to(space, seen):
+    """An operation that the device alone has a kernel for; it adds to its first argument and returns something new."""
+
+    @torch.library.custom_op(f"{space}::add_to", mutates_args=("total",), device_types=COMPUTE.type)
+    def add_to(total: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        seen.append((total.device, x.device, w.device))
+        total.add_(x * w)
+        return total * 2
+
+    return add_to
+
+
+@pytest.mark.parametrize("born", ["host", "device"])
+@pytest.mark.parametrize("target", ["plain", "offload"])
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_an_argument_that_the_device_alone_writes_to(born, target, feed):
+    seen = []
+    add_to = adds_to(next(SPACES), seen)
+    w, total, x = at(OFFLOAD, 4), at(COMPUTE, 4, seed=1), at(COMPUTE, 4, seed=2)
+    if born == "device":
+        w = w * 1
+    expected_total = total.clone()
+    expected = add_to(expected_total, x, w.to(COMPUTE))
+    if target == "offload":
+        total = total.to(OFFLOAD) * 1 if born == "device" else total.to(OFFLOAD)
+    if feed == "offload":
+        x = x.to(OFFLOAD)
+    version = total._version
+    result = add_to(total, x, w)
+    assert total._version > version
+    assert total.device.type == ("offload" if target == "offload" else COMPUTE.type)
+    assert result.device.type == ("offload" if target == feed == "offload" else COMPUTE.type)
+    assert {device for call in seen for device in call} == {COMPUTE}
+    assert_same((result, total), (expected, expected_total))
+
+
+class Added(torch.autograd.Function):
+    """What its author makes of it, as PyTorch takes no formula for an operation that writes to its arguments."""
+
+    @staticmethod
+    def forward(ctx, x, w, add_to):
+        total = torch.zeros_like(x)
+        ctx.save_for_backward(x, w)
+        ctx.add_to = add_to
+        return add_to(total, x, w)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        totals = torch.zeros_like(g), torch.zeros_like(g)
+        ctx.add_to(totals[0], g, w)
+        ctx.add_to(totals[1], g, x)
+        return 2 * totals[0], 2 * totals[1], None
+
+
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_gradients_through_an_argument_that_is_written_to(feed):
+    seen = []
+    add_to = adds_to(next(SPACES), seen)
+    x = at(COMPUTE if feed == "plain" else OFFLOAD, 4).requires_grad_()
+    w = at(OFFLOAD, 4, seed=1).requires_grad_()
+    y = Added.apply(x, w, add_to)
+    y.sum().backward()
+    assert (y.device, x.grad.device, w.grad.device.type) == (x.device, x.device, "offload")
+    assert {device for call in seen for device in call} == {COMPUTE}
+    plain_x, plain_w = (t.detach().to(COMPUTE).requires_grad_() for t in (x, w))
+    plain_y = Added.apply(plain_x, plain_w, add_to)
+    plain_y.sum().backward()
+    assert_same((y, x.grad, w.grad), (plain_y, plain_x.grad, plain_w.grad))
 
 
 def test_a_derivative_that_comes_later():

@@ -18,6 +18,7 @@ from quantized_models import (
     check_copies,
     check_files,
     check_training,
+    check_training_bytes,
     devices,
     needs_cache,
     opened,
@@ -265,6 +266,14 @@ def test_adapters_over_a_frozen_base(kind, dtype):
 @dtypes
 def test_only_packed_bytes_cross_the_link(kind, dtype):
     check_bytes(lambda count: base(kind, count, dtype), data(4, WIDTH).to(dtype))
+
+
+@needs_cache
+@kinds
+@dtypes
+def test_only_packed_bytes_cross_the_link_in_training(kind, dtype):
+    """What a plain module unpacks is a result: without room it goes home until its backward, unless that unpacks again."""
+    check_training_bytes(lambda count: base(kind, count, dtype), data(4, WIDTH).to(dtype), dtype, kind in PLAIN)
 
 
 @needs_cache

@@ -15,6 +15,7 @@ from quantized_models import (
     check_copies,
     check_files,
     check_training,
+    check_training_bytes,
     devices,
     moved_in_a_step,
     needs_cache,
@@ -118,6 +119,18 @@ def test_bytes(name, moved_first):
     with torch.no_grad():
         net(x)
     assert torch_offload.memory_stats()["link.bytes_to_host"] == before
+
+
+@needs_cache
+@configs
+def test_bytes_of_training(name):
+    """Adapters over a frozen base."""
+    x = data(4, WIDTH).to(torch.bfloat16)
+    try:
+        train(adapted(quantized(name, COMPUTE).requires_grad_(False), torch.bfloat16).to(COMPUTE), x, 1)
+    except RuntimeError as reason:
+        pytest.skip(f"torchao has no derivative: {reason}".splitlines()[0])
+    check_training_bytes(lambda count: quantized(name, OFFLOAD, count), x, torch.bfloat16)
 
 
 @configs
