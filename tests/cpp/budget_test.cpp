@@ -429,7 +429,8 @@ TEST_F(Budget, OfGradientsAsManyStayAsThereIsRoomFor) {
       trips.push_back((home() - before) / kBytes);
     }
     for (std::size_t k = 0; k < layers_.size(); ++k) EXPECT_EQ(rig_->read(*gradients[k]), value(20 + k));
-    if (step > 0) EXPECT_EQ(trips, (std::vector<std::size_t>{2, 2, 4})) << "the last round takes them all home";
+    if (step == 0) continue; // learns
+    EXPECT_EQ(trips, (std::vector<std::size_t>{2, 2, 4})) << "the last round takes them all home";
   }
 }
 

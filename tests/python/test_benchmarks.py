@@ -196,9 +196,10 @@ def test_the_exit_of_graphs_tells_of_other_bits(differs, monkeypatch: pytest.Mon
         with pytest.raises(SystemExit) as exited:
             graphs.main()
         assert exited.value.code.splitlines() == [
-            f"{shape}, offload, called, {kept} kept on the GPU: the result differs from the resident model's."
+            f"{shape}, offload, {way}, {kept} kept on the GPU: the result differs from the resident model's."
             for shape in ("256 features", "1,024 features")
             for kept in ("nothing", "all weights")
+            for way in (["called", "a graph"] if GPU else ["called"])
         ]
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
-from helpers import COMPUTE, OFFLOAD, assert_same, at, data, grads
+from helpers import COMPUTE, GPU, OFFLOAD, assert_same, at, data, grads
 from torch import nn
 from torch._higher_order_ops import associative_scan, map, scan, while_loop
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -148,7 +148,9 @@ def test_inference(kind, backend):
             for given in (x, -x):
                 result = step(given)
                 assert result.device.type == COMPUTE.type
-                assert_same(result, expected(given))
+                # Of an accumulation inductor's kernels on a GPU differ in the last bit, as what they are fused with does.
+                if not (GPU and backend == "inductor" and kind is Accumulated):
+                    assert_same(result, expected(given))
                 torch.testing.assert_close(result, plain(given))
         for changed in (plain, model):
             changed.load_state_dict({name: 0.5 * value.cpu() for name, value in changed.state_dict().items()})
