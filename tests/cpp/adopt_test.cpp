@@ -144,17 +144,22 @@ TEST(Adopt, WhatIsOnlyToBeAddedToAGradientStaysUntilThatIsDone) {
     EXPECT_EQ(home(), 1000U);
     rig.cache.adopt(*gradient, rig.newResult(stream, pattern(3, 1000)), stream);
     EXPECT_EQ(home(), 2000U);
+    const auto other = rig.newBlock(1000, Born::Device); // which goes although it is the newer one
+    rig.cache.adopt(*other, rig.newResult(stream, pattern(6, 1000)), stream);
+    EXPECT_EQ(home(), 3000U);
+    EXPECT_EQ(other->hostVersion, other->version);
     first = nullptr;
-    EXPECT_EQ(home(), 2000U);
+    EXPECT_EQ(home(), 3000U);
 
     first = newAddend();
     rig.cache.adopt(*first, rig.newResult(stream, pattern(4, 1000)), stream);
     const auto second = newAddend();
     rig.cache.adopt(*second, rig.newResult(stream, pattern(5, 1000)), stream);
-    EXPECT_EQ(home(), 3000U); // there is one of them at a time
+    EXPECT_EQ(home(), 4000U); // there is one of them at a time
     EXPECT_EQ(rig.cache.stats(0).dirtyBytes, 1000U);
     rig.cache.emptyCache(0);
-    EXPECT_EQ(home(), 4000U);
+    EXPECT_EQ(home(), 5000U);
+    EXPECT_EQ(rig.read(*other), pattern(6, 1000));
     EXPECT_EQ(rig.cache.stats(0).slotBytes, 0U);
     EXPECT_EQ(rig.read(*gradient), pattern(3, 1000));
     EXPECT_EQ(rig.read(*first), pattern(4, 1000));

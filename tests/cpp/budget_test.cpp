@@ -424,6 +424,9 @@ TEST_F(Budget, OfGradientsAsManyStayAsThereIsRoomFor) {
       for (std::size_t k = 0; k < layers_.size(); ++k) {
         if (round == 0) gradients.push_back(newGradient());
         gradients[k]->derivedFrom = layers_[k]->data;
+        const auto addend = rig_->newBlock(kBytes);
+        addend->derivedFrom = layers_[k]->data;
+        if (round > 0) adopt(*addend, 100); // which takes the room of none
         adopt(*gradients[k], 10 * round + k);
       }
       trips.push_back((home() - before) / kBytes);
