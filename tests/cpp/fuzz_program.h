@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -360,8 +361,9 @@ class Program {
     check(
         stats.hits > hits || stats.slotBytes - stats.stayingBytes - stats.dirtyBytes <= fits + stats.pinnedBytes,
         "the ring is exceeded by more than what is pinned");
+    const std::size_t dirty = stats.dirtyBytes - std::min(stats.dirtyBytes, addendBytes_[on.device]);
     check(
-        faulty_ || stats.dirtyBytes == 0 || stats.dirtyBytes + stats.stayingBytes <= rig_.cache.budget(on.device),
+        faulty_ || dirty == 0 || dirty + stats.stayingBytes <= rig_.cache.budget(on.device),
         "there is more that is Dirty than the budget allows");
     Held held{std::move(pin), std::make_shared<std::optional<Bytes>>(), part.bytes, {on}};
     if (from.known) *held.expected = from.at(part);
@@ -445,6 +447,14 @@ class Program {
     }
     rig_.order(home, producer);
     rig_.writeOnDevice(producer, buffer.data, result);
+    // A gradient, or what is only to be added to one.
+    const std::uint64_t derived = choices_.below("derived", 6);
+    to.block->derivedFrom = derived == 1 || derived == 2 ? to.block->data : nullptr;
+    if (derived == 1) {
+      to.block->purpose = Purpose::Temporary;
+      addendBytes_[producer.device] = buffer.bytes;
+    }
+    if (derived == 2) to.block->purpose = Purpose::Gradient;
     to.known = false;
     rig_.cache.adopt(*to.block, std::move(buffer), producer);
     to.known = true;
@@ -541,6 +551,7 @@ class Program {
   const bool jobs_;
   const bool updates_;
   const bool faulty_;
+  std::map<int, std::size_t> addendBytes_; // of the last one on a device, which takes no room of the budget
   const bool batches_;
   std::size_t turn_ = 0;
   std::string wrong_;
