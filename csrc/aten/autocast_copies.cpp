@@ -92,6 +92,7 @@ at::Tensor fetchCopy(const at::Tensor& offload, c10::Device target, at::ScalarTy
 
 void makeCopy(const at::Tensor& offload, c10::Device target, at::ScalarType dtype) {
   if (!kept || !mayHaveCopy(offload, target)) return;
+  const c10::InferenceMode ordinary(false); // as it outlives the mode
   Block& block = blockOf(offload.storage());
   auto copy = copyOf(block);
   if (!copy || copy->value.scalar_type() != dtype) {

@@ -275,6 +275,19 @@ def test_inference(inference):
     both(run)
 
 
+def test_a_copy_made_in_inference_mode_serves_training():
+    def run():
+        net, x = layers(3, 8).to(OFFLOAD), data(3, 8)
+        with torch.inference_mode():
+            first = [use(net, x) for _ in range(2)]
+        y = use(net, x.requires_grad_())
+        y.float().square().sum().backward()
+        with torch.inference_mode():
+            return first, y, use(net, x), x.grad, grads(net)
+
+    both(run)
+
+
 def test_weights_made_in_inference_mode():
     def run():
         with torch.inference_mode():
