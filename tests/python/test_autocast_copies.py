@@ -244,6 +244,30 @@ def test_checkpointing(how):
     both(run)
 
 
+@pytest.mark.parametrize("between", ["nothing", "off", "steps on the GPU"])
+def test_saved_tensors_on_the_host(between):
+    """What autograd saves of a copy is no activation. The settings may change before the backward."""
+
+    def run():
+        net = layers(3, 64).to(OFFLOAD)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        for step in range(4):
+            optimizer.zero_grad()
+            with torch_offload.saved_tensors():
+                y = use(net, data(4, 64, seed=step).requires_grad_())
+            kept = torch_offload.get_autocast_copies()
+            if between == "off":
+                torch_offload.set_autocast_copies(False)
+            torch_offload.set_gpu_steps(between == "steps on the GPU")
+            y.float().square().mean().backward()
+            torch_offload.set_gpu_steps(False)
+            torch_offload._C.set_autocast_copies(kept, least_bytes=0)
+            optimizer.step()
+        return y, list(net.parameters())
+
+    both(run)
+
+
 def test_views_and_other_layers():
     def run():
         net = nn.Sequential(nn.Conv1d(4, 6, 3), nn.Flatten(), nn.Linear(36, 8)).to(OFFLOAD)
