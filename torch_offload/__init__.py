@@ -26,7 +26,7 @@ from torch_offload._saved_tensors import (  # noqa: E402
 )
 from torch_offload._scopes import on_host  # noqa: E402
 from torch_offload._trace import trace  # noqa: E402
-from torch_offload.device import (  # noqa: E402
+from torch_offload.offload import (  # noqa: E402
     empty_cache,
     get_autocast_copies,
     get_budget,

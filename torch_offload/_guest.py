@@ -61,4 +61,5 @@ def _leave_checkpoint_loader() -> None:
     def is_available() -> bool:
         return sys._getframe(1).f_globals.get("__name__") != "torch.distributed.checkpoint.filesystem" and available()
 
+    is_available._dynamo_marked_constant = True  # as device_count() is
     torch.offload.is_available = is_available

@@ -14,6 +14,10 @@ def device_count() -> int:
     return _C.device_count()
 
 
+# As torch.compiler.assume_constant_result() does, which imports the compiler: graphs may hold the number.
+device_count._dynamo_marked_constant = True
+
+
 def current_device() -> int:
     """The index that ``"offload"`` stands for on this thread."""
     return _C.current_device()

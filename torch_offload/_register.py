@@ -31,7 +31,7 @@ def register(extension: ModuleType) -> None:
         _sharing,
         _triton,
         compile,
-        device,
+        offload,
     )
 
     if hasattr(torch, "offload"):
@@ -41,9 +41,9 @@ def register(extension: ModuleType) -> None:
         )
     extension.register_device()  # refuses, or begins
     torch.utils.rename_privateuse1_backend("offload")
-    torch._register_device_module("offload", device)
+    torch._register_device_module("offload", offload)
     for name in ("memory", "random"):  # for `import torch.offload.memory`
-        sys.modules[f"torch.offload.{name}"] = getattr(device, name)
+        sys.modules[f"torch.offload.{name}"] = getattr(offload, name)
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     extension.intercept_operations()
     _guest.leave_defaults_alone()

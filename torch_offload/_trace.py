@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch_offload import _C
 from torch_offload._names import name_all_modules, name_tensors
 from torch_offload._timeline import annotate
-from torch_offload.device import device_count, memory_stats, synchronize
+from torch_offload.offload import device_count, memory_stats, synchronize
 
 
 def _moved() -> dict[str, int]:
