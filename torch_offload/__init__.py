@@ -26,6 +26,7 @@ from torch_offload._saved_tensors import (  # noqa: E402
 )
 from torch_offload._scopes import on_host  # noqa: E402
 from torch_offload._trace import trace  # noqa: E402
+from torch_offload.io.load import load  # noqa: E402
 from torch_offload.offload import (  # noqa: E402
     empty_cache,
     get_autocast_copies,
@@ -41,7 +42,6 @@ from torch_offload.offload import (  # noqa: E402
     stats,
     synchronize,
 )
-from torch_offload.io.load import load  # noqa: E402
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,7 @@
 """The device module ``torch.offload``: what ``torch.cuda`` is to CUDA, for the offload device.
 
-Dynamo knows a device's module by this module's name. Counts of bytes are of host memory (what offload tensors hold) unless a name says device (the cache on the GPU).
+Dynamo knows a device's module by this module's name. Counts of bytes are of host memory (what offload tensors hold) unless a
+name says device (the cache on the GPU).
 """
 
 import warnings
