@@ -12,6 +12,7 @@ import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,6 +150,20 @@ def training(models: Models, rounds: int) -> list[dict]:
     return records("two training steps", tokens, times, {}, dict.fromkeys(steps, same))
 
 
+def problems(runs: list[dict[str, Any]], tiny: bool) -> list[str]:
+    """A sentence for each goal that is missed."""
+    found = [
+        f"{run['part']} of {run['tokens']} tokens, {run['variant']}: other bits than the resident model's."
+        for run in runs
+        if not run["equal"]
+    ]
+    return found + [
+        f"{run['part']}, {run['variant']}: {run['ratio']:.3f} of the ideal, and not {GOAL}."
+        for run in runs
+        if not tiny and run["ratio"] is not None and run["ratio"] < GOAL
+    ]
+
+
 def main() -> None:
     options = arguments(__doc__, rounds=5).parse_args()
     device = compute_device(options.tiny)
@@ -173,18 +188,7 @@ def main() -> None:
     ]
     print_table(columns, rows)
     write_record("autocast", {"bytes": models.bytes, "link": vars(rates), "runs": runs})
-    problems = [
-        f"{run['part']} of {run['tokens']} tokens, {run['variant']}: other bits than the resident model's."
-        for run in runs
-        if not run["equal"]
-    ]
-    if not options.tiny:
-        problems += [
-            f"{run['part']}, {run['variant']}: {run['ratio']:.3f} of the ideal, and not {GOAL}."
-            for run in runs
-            if run["ratio"] is not None and run["ratio"] < GOAL
-        ]
-    finish(problems)
+    finish(problems(runs, options.tiny))
 
 
 if __name__ == "__main__":

@@ -129,6 +129,10 @@ def run(budget: str, median: float, tokens: int = 2048, **figures: Any) -> dict[
     } | figures
 
 
+def lowered(part: str, ratio: float | None, equal: bool = True) -> dict[str, Any]:
+    return {"part": part, "tokens": 2048, "variant": "offload", "ratio": ratio, "equal": equal}
+
+
 BUDGETS = [run("0", 0.1), run("half", 0.055), run("auto", 0.0204), run("auto", 0.05, tokens=1), run("0", 0.1, tokens=1)]
 STEPS = [run("", 1.02, variant="offload", ideal=1.0)]
 
@@ -156,6 +160,13 @@ STEPS = [run("", 1.02, variant="offload", ideal=1.0)]
             [],
         ),
         ("overhead", [[call("multiply", 15.1)]], ["multiply costs the host 15.1 us more, and not 15.0."]),
+        ("autocast", [[lowered("forward", 0.97), lowered("accumulation", None)]], []),
+        ("autocast", [[lowered("forward", 0.969)]], ["forward, offload: 0.969 of the ideal, and not 0.97."]),
+        (
+            "autocast",
+            [[lowered("accumulation", None, equal=False)]],
+            ["accumulation of 2048 tokens, offload: other bits than the resident model's."],
+        ),
         ("residency", [BUDGETS, STEPS], []),
         (
             "residency",
