@@ -10,7 +10,7 @@ cxx_files = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
 # Keeps the source tree, which holds no built module, from hiding the installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help bootstrap build demo test no-cuda opinfo zoo core-test sanitize fuzz exits gpu-packages gpu-check format lint clean
+.PHONY: help bootstrap build demo test py-test no-cuda opinfo zoo core-test sanitize fuzz exits gpu-packages gpu-check format lint clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -27,7 +27,9 @@ build: bootstrap ## Build the package and install it into the virtual environmen
 demo: build ## Train two small networks on offload, and compare with the plain device
 	$(venv)/bin/python examples/digits.py
 
-test: core-test build ## Run all tests, C++ and Python
+test: core-test py-test ## Run all tests, C++ and Python
+
+py-test: build ## Run the Python tests
 	$(venv)/bin/pytest
 
 no_cuda := build/no-cuda-$(TORCH)
