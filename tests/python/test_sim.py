@@ -136,6 +136,7 @@ RUNS = {
     "a third order": (ORDER, {"TORCH_OFFLOAD_SEED": "5", "TORCH_OFFLOAD_EVICT": "1", "TORCH_OFFLOAD_BUDGET": "512"}),
     "host work by a thread": (
         [
+            "test_autocast_copies.py",
             "test_host_jobs.py",
             "test_host_updates.py",
             "test_optim.py",
