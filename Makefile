@@ -29,8 +29,8 @@ demo: build ## Train two small networks on offload, and compare with the plain d
 
 test: core-test py-test ## Run all tests, C++ and Python
 
-py-test: build ## Run the Python tests
-	$(venv)/bin/pytest
+py-test: build ## Run the Python tests, with PYTEST_ARGS
+	$(venv)/bin/pytest $(PYTEST_ARGS)
 
 no_cuda := build/no-cuda-$(TORCH)
 no-cuda: bootstrap ## Build the package without CUDA, and run a few tests with it

@@ -167,7 +167,8 @@ RUNS = {
     "a fourth order": (ORDER, {"TORCH_OFFLOAD_SEED": "6", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_BUDGET": "0"}),
     "a seed from outside": (ORDER, {"TORCH_OFFLOAD_SEED": os.environ.get("TORCH_OFFLOAD_SEED", "7")}),
 }
-
+# Of these more than the schedule and the sizes of the cache does not change.
+ORDERS = {"another order", "a third order", "a fourth order", "nothing ahead", "a seed from outside"}
 
 # The same files on a GPU, where copies can be late and free memory can be poisoned as well.
 GPU_RUNS = {
@@ -204,7 +205,9 @@ def run_suite(files: list[str], settings: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(GPU, reason="runs from a process without a GPU")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.orders] if name in ORDERS else []) for name in RUNS]
+)
 def test_on_the_simulated_link(name):
     files, settings = RUNS[name]
     run_suite(files, {"TORCH_OFFLOAD_LINK": "sim", **settings})
