@@ -1,35 +1,10 @@
 // The cache: fetches and hits, extents, versions, eviction, and the order of everything that touches a Slot's memory.
-#include <map>
-#include <utility>
-
-#include "core_rig.h"
+#include "residency_rig.h"
 
 namespace offload {
 namespace {
 
 using namespace core_test;
-
-/// Runs `body` on a Rig of every seed, with a compute stream that is not host-driven; nothing may be reported or left.
-template <class Body>
-void onEverySeed(Body body, CoreOptions options = {}) {
-  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
-    options.sim.seed = seed;
-    Rig rig(options);
-    ASSERT_NO_THROW(body(rig, rig.sim.createStream(0))) << "seed " << seed;
-    for (int device = 0; device < rig.sim.deviceCount(); ++device) {
-      rig.cache.emptyCache(device);
-      ASSERT_EQ(rig.sim.bytesInUse(device), 0U) << "seed " << seed;
-    }
-    ASSERT_NO_THROW(rig.sim.drain()) << "seed " << seed;
-    ASSERT_FALSE(testing::Test::HasFailure()) << "seed " << seed;
-  }
-}
-
-CoreOptions ringOf(std::size_t bytes) {
-  CoreOptions options;
-  options.cache.ringBytes = bytes;
-  return options;
-}
 
 Bytes part(const Bytes& of, Extent extent) {
   return {of.begin() + static_cast<std::ptrdiff_t>(extent.begin), of.begin() + static_cast<std::ptrdiff_t>(extent.end)};
@@ -242,71 +217,6 @@ TEST(Residency, CanGiveUpEverySlotAtItsLastUnpin) {
         EXPECT_EQ(rig.cache.stats(0).hits, 3U);
         EXPECT_EQ(rig.cache.stats(0).slotBytes, 0U);
         EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
-      },
-      options);
-}
-
-// What TORCH_OFFLOAD_EVICT and TORCH_OFFLOAD_POISON do together: at its last unpin a Slot is poisoned, and its bytes come back elsewhere.
-TEST(Residency, WhatIsPoisonedAtItsLastUnpinComesBackElsewhere) {
-  CoreOptions options = ringOf(8 * 1024);
-  options.cache.evictAtUnpin = true;
-  options.cache.poison = true;
-  options.sim.deviceBytes = 1 << 16;
-  onEverySeed(
-      [](Rig& rig, Stream stream) {
-        const auto one = rig.newBlock(pattern(1, 1000));
-        const auto two = rig.newBlock(pattern(2, 1000));
-        std::map<const Block*, const void*> before;
-        for (int use = 0; use < 12; ++use) {
-          // Each by itself, both in turn, and one that others have pinned for a while.
-          Block& block = use % 3 == 2 ? *two : *one;
-          const Pin pin = rig.cache.fetch(block, {0, 1000}, stream);
-          EXPECT_NE(pin.data(), std::exchange(before[&block], pin.data())) << "use " << use;
-          const Pin again = rig.cache.fetch(block, {0, 1000}, stream);
-          EXPECT_EQ(again.data(), pin.data()) << "what is pinned stays where it is";
-          const auto seen = rig.readOnDevice(stream, pin.data(), 1000);
-          rig.sim.drain();
-          EXPECT_EQ(*seen, pattern(&block == two.get() ? 2 : 1, 1000));
-        }
-      },
-      options);
-}
-
-// Copies that are ahead, too.
-TEST(Residency, WhatIsCopiedAheadComesBackElsewhere) {
-  CoreOptions options = ringOf(4 * 1024);
-  options.cache.poison = true;
-  options.sim.deviceBytes = 1 << 16;
-  onEverySeed(
-      [](Rig& rig, Stream stream) {
-        std::vector<Rig::BlockPtr> layers;
-        for (std::uint64_t k = 0; k < 10; ++k) layers.push_back(rig.newBlock(pattern(k, 1000)));
-        std::vector<const void*> before(layers.size());
-        for (int pass = 0; pass < 6; ++pass) {
-          for (std::size_t k = 0; k < layers.size(); ++k) {
-            const Pin pin = rig.cache.fetch(*layers[k], {0, 1000}, stream);
-            EXPECT_NE(pin.data(), std::exchange(before[k], pin.data())) << "layer " << k << ", pass " << pass;
-          }
-        }
-        EXPECT_GE(rig.cache.stats(0).prefetches, 30U);
-      },
-      options);
-}
-
-TEST(Residency, WhereThereIsNoOtherPlaceItStaysInItsOwn) {
-  CoreOptions options = ringOf(1024);
-  options.cache.evictAtUnpin = true;
-  options.cache.poison = true;
-  options.sim.deviceBytes = 1024;
-  onEverySeed(
-      [](Rig& rig, Stream stream) {
-        const auto block = rig.newBlock(pattern(1, 1000));
-        for (int use = 0; use < 4; ++use) {
-          const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
-          const auto seen = rig.readOnDevice(stream, pin.data(), 1000);
-          rig.sim.drain();
-          EXPECT_EQ(*seen, pattern(1, 1000));
-        }
       },
       options);
 }

@@ -180,48 +180,6 @@ def test_no_recompilation():
     assert counter.frame_count == 1
 
 
-def asks_its_module(x, w):
-    return x @ w * torch.get_device_module("offload").device_count()
-
-
-def asks_what_there_is(x, w):
-    return x @ w * (torch.offload.device_count() if torch.offload.is_available() else 0)
-
-
-def asks_for_bf16(x, w):
-    return x @ w * (1 if torch.offload.is_bf16_supported() else 2)
-
-
-def asks_the_accelerator(x, w):
-    return x @ w + (torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0)
-
-
-@pytest.mark.parametrize(
-    "function", [asks_its_module, asks_what_there_is, asks_for_bf16, asks_the_accelerator], ids=lambda f: f.__name__
-)
-def test_what_a_graph_may_ask_of_the_device(function):
-    x, w = data(2, 4), at(OFFLOAD, 4, 4)
-    assert_same(compiled(function, "aot_eager")(x, w), function(x, w))
-
-
-def waits(x, w):
-    y = x @ w
-    torch.offload.synchronize()
-    return y + 1
-
-
-def asks_where_it_is(x, w):
-    return x @ w + torch.offload.current_device()
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@pytest.mark.parametrize("function", [waits, asks_where_it_is], ids=lambda f: f.__name__)
-def test_what_breaks_a_graph_is_right(function):
-    x, w = data(2, 4), at(OFFLOAD, 4, 4)
-    torch.compiler.reset()
-    assert_same(torch.compile(function, backend="aot_eager")(x, w), function(x, w))
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}], ids=str)
 def test_an_optimizers_step(kind, options):
@@ -515,60 +473,3 @@ def test_the_key_of_caches_has_all_that_is_traced(monkeypatch):
     package = Path(torch_offload.__file__).parent
     assert {package / name for name in ("_wrappers.py", "_optimizer.py", "compile/on_device.py")} <= {*map(Path, files)}
     assert files[-1] == torch_offload._C.__file__
-
-
-def used_after(buffer, x, copied):
-    value = copied(buffer, x.device)
-    buffer.add_(1)
-    return value * 2 + x.sum(0)
-
-
-def returned(buffer, x, copied):
-    value = copied(buffer, x.device).view(2, 4)
-    buffer.mul_(2)
-    return value, value + 1
-
-
-def written_in_part(buffer, x, copied):
-    value, part = copied(buffer[:4], x.device), copied(buffer[2:], x.device)
-    buffer[2:6].add_(1)
-    return value, part.sin(), x * buffer
-
-
-def written_twice(buffer, x, copied):
-    first = copied(buffer, x.device)
-    buffer.copy_(x[0] * 3)
-    second = x * buffer
-    buffer.add_(1)
-    return first, second, copied(buffer, x.device)
-
-
-def to(tensor, device):
-    return tensor.to(device, copy=True)
-
-
-def fetch(tensor, device):
-    """Which gives memory that is shared: without a graph, a copy of it is the caller's to make."""
-    if tensor.device == device:
-        return tensor.clone()
-    fetched = torch.ops.offload.fetch(tensor, device)
-    return fetched if torch.compiler.is_compiling() else fetched.clone()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("copied", [to, fetch])
-@pytest.mark.parametrize("function", [used_after, returned, written_in_part, written_twice])
-def test_what_was_read_before_a_write(function, copied, backend):
-    """A graph without a backward that reads a buffer and then writes to it, after graphs of programs without offload."""
-    x = data(4, 8)
-    compiled(torch.sin, backend)(x)
-    step = compiled(function, backend)
-
-    def run(device):
-        buffer = at("cpu", 8).to(device)
-        seen = [(step if device == OFFLOAD else function)(buffer, x, copied) for _ in range(3)]
-        return seen, buffer
-
-    (results, buffer), expected = run(OFFLOAD), run(COMPUTE)
-    torch.testing.assert_close((results, buffer.cpu()), (expected[0], expected[1].cpu()))
