@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <map>
 #include <optional>
 #include <stdexcept>
@@ -90,44 +89,7 @@ class Program {
     void (Program::*run)();
   };
 
-  /// What comes next; by name, so that it stays the same in kept programs.
-  std::string_view draw(SimRandom& random) const {
-    if (batches_ && models_.size() < 4 * kMostBlocks) return "addBlock";
-    if (models_.empty() || (models_.size() < kMostBlocks && random.oneIn(8))) return "addBlock";
-    if (shared_ && random.oneIn(4)) return "meet";
-    if (saved_ && random.oneIn(2)) return std::array{"giveUpLeaving", "fetchAhead", "save", "save"}[random.below(4)];
-    if (jobs_ && random.oneIn(3)) return "writeLater";
-    if (updates_ && random.oneIn(3)) return "updateThere";
-    if (ordered_ && !random.oneIn(batches_ ? 20 : 5)) return "fetchNext";
-    switch (random.below(32)) {
-      case 0 ... 7:
-        return "fetch";
-      case 8 ... 11:
-        return "read";
-      case 12 ... 15:
-        return "drop";
-      case 16 ... 17:
-        return "adopt";
-      case 18 ... 20:
-        return "store";
-      case 21 ... 22:
-        return "hostRead";
-      case 23 ... 25:
-        return "hostWrite";
-      case 26:
-        return "holdLease";
-      case 27:
-        return random.oneIn(2) ? "alsoUse" : "fetchAhead";
-      case 28:
-        return "forget";
-      case 29:
-        return "giveUp";
-      case 30:
-        return "setRing";
-      default:
-        return random.oneIn(2) ? "changeBehindItsBack" : "trim";
-    }
-  }
+  std::string_view draw(SimRandom& random) const;
 
   void act() {
     static constexpr Act kActs[] = {
@@ -248,48 +210,13 @@ class Program {
 
   // ---- other processes
 
-  void makeShared(Model& model) {
-    model.block = rig_.newSharedBlock(rig_.arena.share(model.bytes.size(), Born::Host));
-    model.other = std::make_shared<OtherProcess>(*model.block->shared);
-    model.known = false;
-  }
+  void makeShared(Model& model);
 
-  /// Moves a Block to shared memory, or lets the other process use it.
-  void meet() {
-    Model& with = model();
-    if (with.other) return choices_.oneIn("otherReads", 2) ? otherReads(with) : otherWrites(with);
-    if (with.beingWritten()) return;
-    HostLease from = rig_.cache.lease(*with.block, Access::Read);
-    rig_.sim.hostAccess(from.data(), with.bytes.size(), Access::Read);
-    Model moved;
-    moved.bytes = with.bytes;
-    makeShared(moved);
-    std::memcpy(moved.block->data, from.data(), with.bytes.size()); // which nobody else knows of yet
-    moved.known = with.known;
-    from = {};
-    letGo(std::exchange(with, std::move(moved)));
-  }
+  void meet();
 
-  /// Every call of ours has left its bytes there.
-  void otherReads(const Model& from) {
-    check(!from.known || from.other->sees(from.bytes), "another process read other bytes");
-  }
+  void otherReads(const Model& from);
 
-  /// Who doesn't tell it when his copies are done finds either value, or some of both, in what he has fetched, and never later.
-  void otherWrites(Model& to) {
-    rig_.link.fail(0);
-    if (choices_.oneIn("drains", 2) || !to.known) {
-      rig_.cache.drain(false);
-    } else {
-      for (const auto& expected : to.copying) expected->reset();
-    }
-    to.copying.clear();
-    const Range part = range(to);
-    const Bytes bytes = value(part.bytes);
-    to.other->write(bytes, part.begin);
-    to.set(part, bytes);
-    ++writesOfOthers_;
-  }
+  void otherWrites(Model& to);
 
   // ---- memory
 
@@ -567,4 +494,6 @@ class Program {
 
 } // namespace offload::core_test
 
+#include "fuzz_draw.h"
 #include "fuzz_host.h"
+#include "fuzz_process.h"
