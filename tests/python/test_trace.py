@@ -73,9 +73,11 @@ def test_every_copy_is_an_event(tmp_path, budget):
     assert len(of(events, "hit", "fetch")) == counts["cache.fetches"]
     # Two threads may be about to copy the same ahead: that of the program, and that of the host's jobs. One of them does.
     in_vain = len(of(events, "prefetch")) - counts["cache.prefetches"]
-    assert in_vain == 0 or not LATE
+    assert in_vain == 0 or (in_vain > 0 and not LATE)
     assert len(fetches) - in_vain == counts["link.copies_to_device"] > 0
-    assert bytes_of(fetches) == counts["link.bytes_to_device"] or in_vain > 0
+    unmade = bytes_of(fetches) - counts["link.bytes_to_device"]
+    assert (unmade > 0) == (in_vain > 0)
+    assert unmade <= bytes_of(of(events, "prefetch"))
     assert counts["cache.prefetches"] > 0 or budget == "auto"
     home = of(events, "write_back", "store")
     assert len(home) == counts["link.copies_to_host"] > 0
