@@ -121,7 +121,7 @@ std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, s
   if (given < wanted) queue.makeRoom(0, queue.passingBytes() - std::min(queue.passingBytes(), wanted - given), retired);
   // Of somebody else's memory the deleter may want the GIL, which is not to be taken under the allocator's lock.
   for (auto& slot : retired) {
-    if (slot->buffer.owner) unreleased_.push_back(slot);
+    if (slot->buffer.owner) releaseLater(slot);
   }
   std::erase_if(retired, [](const auto& slot) { return slot->buffer.owner != nullptr; });
   const std::size_t bytes = before - queue.stats.slotBytes;

@@ -129,7 +129,7 @@ void CapturedFetches::join(Stream stream) noexcept {
   }
 }
 
-void CapturedFetches::release(Slot& slot, const std::vector<Stream>& streams) noexcept {
+void CapturedFetches::release(Slot& slot, const StreamSet& streams) noexcept {
   auto buffer = std::static_pointer_cast<Staging::Buffer>(std::exchange(slot.buffer, {}).owner);
   if (!buffer || staging_->closed()) return;
   std::vector<Event> uses;

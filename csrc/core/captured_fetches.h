@@ -12,6 +12,7 @@
 
 #include "core/held_copies.h"
 #include "core/slot.h"
+#include "core/stream_set.h"
 
 #include <chrono>
 #include <deque>
@@ -50,7 +51,7 @@ class CapturedFetches : public std::enable_shared_from_this<CapturedFetches> {
   /// Captures the copy of a Slot's bytes to its memory, which take() gave, and has `stream` wait for it.
   void copy(Block& block, const Slot& slot, Stream stream);
   /// The last Pin of a Slot has gone; work on `streams` may have used it.
-  void release(Slot& slot, const std::vector<Stream>& streams) noexcept;
+  void release(Slot& slot, const StreamSet& streams) noexcept;
   /// The capture has ended.
   void end();
 

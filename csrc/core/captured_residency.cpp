@@ -86,7 +86,7 @@ Pin Residency::fetchCaptured(Block& block, Extent extent, Stream stream, std::ui
   slot->data = static_cast<std::byte*>(buffer->data) + shift;
   slot->host = static_cast<const std::byte*>(block.data) + extent.begin;
   slot->captured = graph;
-  Pin pin(*this, slot, slot->data, {stream}); // gives the memory back if anything throws
+  Pin pin(*this, slot, slot->data, stream); // gives the memory back if anything throws
   if (held == nullptr) graph->copy(block, *slot, stream);
   return pin;
 }

@@ -9,7 +9,7 @@ namespace offload {
 // A new Slot for what no device has. Lets go of the mutex meanwhile, and releases what has been retired; when this throws, the mutex
 // is not held. `tooLarge` is for a fetch that is due now: whether it is worth a word about the ring.
 Pin Residency::copyToDevice(
-    Lock& lock, Device& dev, Block& block, Extent extent, std::vector<Stream> streams, Slots& retired, bool* tooLarge) {
+    Lock& lock, Device& dev, Block& block, Extent extent, const StreamSet& streams, Slots& retired, bool* tooLarge) {
   const std::size_t shift = (block.address() + extent.begin) % kAlignment;
   auto slot = std::make_shared<Slot>();
   slot->extent = extent;
@@ -34,7 +34,7 @@ Pin Residency::copyToDevice(
   lock.unlock();
 
   release(retired);
-  Pin pinned(*this, slot, nullptr, std::move(streams)); // gives the Slot up if anything throws
+  Pin pinned(*this, slot, nullptr, streams); // gives the Slot up if anything throws
   TokenSet reads;
   std::exception_ptr failure;
   try {

@@ -2,12 +2,10 @@
 
 #include "core/residency.h"
 
-#include <algorithm>
-
 namespace offload {
 
-Pin::Pin(Residency& residency, std::shared_ptr<Slot> slot, void* data, std::vector<Stream> streams)
-    : residency_(&residency), slot_(std::move(slot)), data_(data), streams_(std::move(streams)) {}
+Pin::Pin(Residency& residency, std::shared_ptr<Slot> slot, void* data, const StreamSet& streams)
+    : residency_(&residency), slot_(std::move(slot)), data_(data), streams_(streams) {}
 
 Pin::Pin(Pin&& other) noexcept
     : residency_(other.residency_),
@@ -31,7 +29,7 @@ Pin::~Pin() {
 }
 
 void Pin::alsoUsedOn(Stream stream) {
-  if (slot_ && std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+  if (slot_) streams_.add(stream);
 }
 
 void Pin::letGo() noexcept {

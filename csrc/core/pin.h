@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/slot.h"
+#include "core/stream_set.h"
 
 namespace offload {
 
@@ -32,13 +33,13 @@ class Pin {
 
  private:
   friend class Residency;
-  Pin(Residency& residency, std::shared_ptr<Slot> slot, void* data, std::vector<Stream> streams);
+  Pin(Residency& residency, std::shared_ptr<Slot> slot, void* data, const StreamSet& streams);
   void letGo() noexcept;
 
   Residency* residency_ = nullptr;
   std::shared_ptr<Slot> slot_;
   void* data_ = nullptr;
-  std::vector<Stream> streams_;
+  StreamSet streams_;
 };
 
 } // namespace offload

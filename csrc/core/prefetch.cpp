@@ -285,17 +285,17 @@ Pin Residency::fetchAhead(Block& block, Extent extent, Stream stream) {
 }
 
 // Of these bytes on the device, which nothing has waited for; the Schedule isn't told, and the cache isn't emptied for them.
-Pin Residency::pinNewest(Device& dev, Block& block, Extent extent, std::vector<Stream> streams) {
+Pin Residency::pinNewest(Device& dev, Block& block, Extent extent, const StreamSet& streams) {
   Lock lock(mutex_);
   if (auto slot = awaitNewest(lock, block, extent, dev.index)) {
     dev.queue.pin(slot);
     lock.unlock();
     std::byte* const data = slot->data + (extent.begin - slot->extent.begin);
-    return {*this, std::move(slot), data, std::move(streams)};
+    return {*this, std::move(slot), data, streams};
   }
   ++dev.queue.stats.prefetches;
   Slots retired;
-  return copyToDevice(lock, dev, block, extent, std::move(streams), retired, nullptr);
+  return copyToDevice(lock, dev, block, extent, streams, retired, nullptr);
 }
 
 } // namespace offload

@@ -76,15 +76,16 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
     lock.unlock();
     release(retired);
-    Pin pinned(*this, std::move(slot), data, {stream});
+    Pin pinned(*this, std::move(slot), data, stream);
     observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose, block.derivedFrom});
-    if (!ready.done()) ready.orderBefore(stream); // once it is known to be done, neither call reaches the driver
+    // Once it is known to be done, neither call reaches the driver.
+    if (!ready.isOn(stream) && !ready.done()) ready.orderBefore(stream);
     prefetchMore(dev, std::move(next));
     return pinned;
   }
 
   bool tooLarge = false;
-  Pin pinned = copyToDevice(lock, dev, block, extent, {stream}, retired, &tooLarge);
+  Pin pinned = copyToDevice(lock, dev, block, extent, stream, retired, &tooLarge);
   auto next = foresee(dev, false, retired);
   lock.unlock();
   release(retired);
@@ -259,14 +260,23 @@ void Residency::retireStale(Block& block, Slots& retired) {
 
 // Memory goes back in stream order: its home stream first waits for whatever still uses it. The last write needs no mention: the
 // stream of every Pin has waited for it.
+void Residency::orderBeforeReuse(const Slot& slot) {
+  const Stream home = slot.buffer.home;
+  bool asked = !slot.buffer.owner;
+  for (const Token& token : slot.readers.all()) {
+    if (token.knownDone() || token.isOn(home)) continue;
+    // Somebody else's memory goes back to his stream, which must not wait for ours while it is being captured.
+    if (!std::exchange(asked, true) && link_.capturing(home)) throw Error("offload: a stream is being captured.");
+    token.orderBefore(home);
+  }
+}
+
 void Residency::release(Slots& retired) noexcept {
   Slots refused;
   for (auto& slot : retired) {
     if (slot->buffer.data == nullptr) continue;
     try {
-      // Somebody else's memory goes back to his stream, which must not wait for ours while it is being captured.
-      if (slot->buffer.owner && link_.capturing(slot->buffer.home)) throw Error("offload: a stream is being captured.");
-      for (const Token& token : slot->readers.all()) token.orderBefore(slot->buffer.home);
+      orderBeforeReuse(*slot);
       if (options_.poison && !slot->buffer.owner) link_.fill(slot->buffer.data, 0xFF, slot->buffer.bytes, slot->buffer.home);
     } catch (...) {
       refused.push_back(std::move(slot));
@@ -279,41 +289,54 @@ void Residency::release(Slots& retired) noexcept {
   retired.clear();
   if (refused.empty()) return;
   Lock lock(mutex_);
-  unreleased_.insert(unreleased_.end(), refused.begin(), refused.end());
+  for (auto& slot : refused) releaseLater(std::move(slot));
 }
 
-void Residency::unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept {
+// Under the mutex.
+void Residency::releaseLater(std::shared_ptr<Slot> slot) {
+  unreleased_.push_back(std::move(slot));
+  unsettled_ = true;
+}
+
+void Residency::unpin(const std::shared_ptr<Slot>& slot, const StreamSet& streams) noexcept {
   const auto audited = audit("unpin");
   if (slot->captured) return slot->captured->release(*slot, streams);
-  bool stays = false;
-  {
-    Lock lock(mutex_);
-    if (closed_) return;
-    stays = slot->share == Share::Staying;
-  }
-  std::vector<Token> used;
-  try {
-    if (stays) {
-      // Its memory is not wanted soon, if ever. An event that is recorded then costs this call nothing, and tells no less.
-      for (Stream stream : streams) used.push_back(events_.defer(stream));
-    } else {
-      for (Stream stream : streams) {
-        if (link_.capturing(stream)) throw Error("offload: no event may be recorded during capture.");
-      }
-      for (Stream stream : streams) used.push_back(events_.record(stream));
-    }
-  } catch (...) {
-    Lock lock(mutex_);
-    deferred_.emplace_back(slot, streams);
-    return;
-  }
   Slots retired;
   {
     Lock lock(mutex_);
-    for (Token& token : used) slot->readers.add(std::move(token));
-    letGo(slot, retired);
+    if (closed_) return;
+    // Memory that stays is not wanted soon, if ever, and on its home stream it is reused in order anyway. An event that is recorded
+    // when somebody asks then costs this call nothing, and tells no less.
+    if (slot->share == Share::Staying || streams.isOnly(slot->buffer.home)) {
+      for (Stream stream : streams) slot->readers.add(events_.defer(stream));
+      letGo(slot, retired);
+    } else {
+      lock.unlock();
+      recordUses(slot, streams, retired);
+    }
   }
   release(retired);
+}
+
+void Residency::recordUses(const std::shared_ptr<Slot>& slot, const StreamSet& streams, Slots& retired) noexcept {
+  std::vector<Token> used;
+  bool refused = false;
+  try {
+    for (Stream stream : streams) refused = refused || link_.capturing(stream); // when no event may be recorded
+    for (Stream stream : streams) {
+      if (!refused) used.push_back(events_.record(stream));
+    }
+  } catch (...) {
+    refused = true;
+  }
+  Lock lock(mutex_);
+  if (refused) {
+    deferred_.emplace_back(slot, streams);
+    unsettled_ = true;
+    return;
+  }
+  for (Token& token : used) slot->readers.add(std::move(token));
+  letGo(slot, retired);
 }
 
 // Under the mutex: one Pin less, and on the last one the account that the Schedule has chosen by now.
@@ -328,10 +351,12 @@ void Residency::letGo(const std::shared_ptr<Slot>& slot, Slots& retired) {
 }
 
 void Residency::settle() noexcept {
+  if (!unsettled_) return;
   decltype(deferred_) deferred;
   Slots unreleased;
   {
     Lock lock(mutex_);
+    unsettled_ = false;
     deferred.swap(deferred_);
     unreleased.swap(unreleased_);
   }
@@ -340,7 +365,7 @@ void Residency::settle() noexcept {
 }
 
 void Residency::refuseCapture(Stream stream, const char* what) {
-  if (!link_.capturing(stream)) return;
+  if (!isCaptured(stream)) return;
   throw Error(
       std::string("offload: can't ") + what +
       " while a CUDA graph is being captured: it would be done once, and by no replay. Do it outside of the capture, or with "

@@ -41,6 +41,7 @@
 #include "core/slot_queue.h"
 #include "core/transfer.h"
 
+#include <atomic>
 #include <chrono>
 #include <climits>
 #include <condition_variable>
@@ -264,7 +265,7 @@ class Residency {
   void awaitIssued(Lock& lock, const Block& block);
   Pin fetchCaptured(Block& block, Extent extent, Stream stream, std::uint64_t id);
   Pin copyToDevice(
-      Lock& lock, Device& dev, Block& block, Extent extent, std::vector<Stream> streams, Slots& retired, bool* tooLarge);
+      Lock& lock, Device& dev, Block& block, Extent extent, const StreamSet& streams, Slots& retired, bool* tooLarge);
   std::shared_ptr<Slot> awaitNewest(Lock& lock, Block& block, Extent extent, int device);
   std::shared_ptr<Slot> takeResult(Device& device, const Block& block, DeviceBuffer buffer);
   std::shared_ptr<Slot> dirtyOf(const Block& block) const;
@@ -295,17 +296,20 @@ class Residency {
   void writeThrough(Block& block, DeviceBuffer buffer, Stream producer);
   void noticeShared(Block& block, Slots& retired);
   void letGo(const std::shared_ptr<Slot>& slot, Slots& retired);
+  void orderBeforeReuse(const Slot& slot);
   void release(Slots& retired) noexcept;
+  void releaseLater(std::shared_ptr<Slot> slot);
   void settle() noexcept;
   void* allocate(Device& device, std::size_t bytes);
   void moveElsewhere(Slot& slot);
   void copyIn(Slot& slot, const Block& block, Device& device, const std::vector<Token>& after, TokenSet& reads);
   void copyAllIn(const std::vector<Copying>& batch, Device& device, const std::vector<Token>& after, TokenSet& reads);
-  void unpin(const std::shared_ptr<Slot>& slot, const std::vector<Stream>& streams) noexcept;
+  void unpin(const std::shared_ptr<Slot>& slot, const StreamSet& streams) noexcept;
+  void recordUses(const std::shared_ptr<Slot>& slot, const StreamSet& streams, Slots& retired) noexcept;
   void endLease(Block& block, Access access) noexcept;
   void limitJobs(const std::vector<Claim>& claims);
   bool claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after);
-  Pin pinNewest(Device& device, Block& block, Extent extent, std::vector<Stream> streams);
+  Pin pinNewest(Device& device, Block& block, Extent extent, const StreamSet& streams);
   bool mayBeThere(const std::vector<Claim>& claims, Device& device);
   static bool mayChange(const Slot& slot, int pins);
   bool dismiss(const std::vector<Claim>& claims, Device& device);
@@ -337,8 +341,9 @@ class Residency {
   std::vector<std::unique_ptr<Device>> devices_;
   /// What the Link would not do when it was due, and settle() tries again: unpins on a stream that was being captured, when no
   /// event may be recorded, and memory that could not be ordered after its uses.
-  std::vector<std::pair<std::shared_ptr<Slot>, std::vector<Stream>>> deferred_;
+  std::vector<std::pair<std::shared_ptr<Slot>, StreamSet>> deferred_;
   Slots unreleased_;
+  std::atomic<bool> unsettled_{false}; // whether there may be any of either
   std::map<std::uint64_t, std::weak_ptr<CapturedFetches>> captures_; // that go on, by Link::captureOf()
   bool closed_ = false;
   bool ringIsSet_;

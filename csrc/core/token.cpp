@@ -120,6 +120,7 @@ bool Token::impliedBy(const Token& later) const noexcept {
 EventPool::EventPool(Link& link) : shared_(std::make_shared<Shared>(link)) {}
 
 EventPool::~EventPool() {
+  deferred_.clear();
   std::unordered_map<int, std::vector<Event>> idle;
   {
     std::lock_guard lock(shared_->mutex);
@@ -131,8 +132,15 @@ EventPool::~EventPool() {
   }
 }
 
+// As long as nobody has asked for one, all that defer on a stream mean the same place: whoever sees it not begun has enqueued his work
+// before whoever begins it.
 Token EventPool::defer(Stream stream) {
-  return Token(std::make_shared<Token::Record>(shared_, stream, true));
+  const std::lock_guard lock(deferredMutex_);
+  std::erase_if(deferred_, [](const Token& token) { return token.record_->begun.load(); });
+  const auto open =
+      std::find_if(deferred_.begin(), deferred_.end(), [stream](const Token& token) { return token.isOn(stream); });
+  if (open != deferred_.end()) return *open;
+  return deferred_.emplace_back(Token(std::make_shared<Token::Record>(shared_, stream, true)));
 }
 
 Token EventPool::record(Stream stream) {

@@ -48,13 +48,15 @@ class EventPool {
 
   /// Never throws for the Link's sake: a token that it refuses to record now is recorded, or throws, when it is first asked.
   Token record(Stream stream);
-  /// A token whose place on the stream is where it is first asked.
+  /// A token whose place on the stream is where it is first asked. No Link call.
   Token defer(Stream stream);
 
  private:
   friend struct Token::Record;
   struct Shared;
   std::shared_ptr<Shared> shared_;
+  std::mutex deferredMutex_;
+  std::vector<Token> deferred_; // that nobody has asked for yet, one for each stream at most
 };
 
 /// What reads, or what writes, some bytes at present. Guarded by whoever owns it.

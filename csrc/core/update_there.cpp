@@ -21,7 +21,7 @@ bool Residency::updateThere(
   std::vector<void*> addresses;
   try {
     for (const auto& [block, access] : claims) {
-      pins.push_back(pinNewest(dev, *block, {0, block->bytes}, {stream}));
+      pins.push_back(pinNewest(dev, *block, {0, block->bytes}, stream));
       addresses.push_back(pins.back().data());
     }
   } catch (const OutOfMemory&) {

@@ -35,12 +35,13 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
   if (block.shared) return writeThrough(block, std::move(buffer), producer);
   Device& dev = device(producer.device);
   const auto slot = takeResult(dev, block, std::move(buffer));
-  const Pin pinned(*this, slot, slot->data, {producer}); // gives the memory up if anything throws
+  Pin pinned(*this, slot, slot->data, producer); // gives the memory up if anything throws
   Slots retired;
   refuseCapture(producer, "keep a result");
   settle();
   look(dev);
   slot->ready = events_.record(producer);
+  std::vector<Token> leasedUntil;
   {
     Lock lock(mutex_);
     awaitIssued(lock, block);
@@ -51,11 +52,11 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     dev.queue.move(slot, Share::Dirty);
     if (isAddend(block)) dev.addend = slot;
     ++block.adoptions;
-  }
-  release(retired);
-  std::vector<Token> leasedUntil;
-  {
-    Lock lock(mutex_);
+    if (!retired.empty()) {
+      lock.unlock();
+      release(retired);
+      lock.lock();
+    }
     const bool leased = block.leases > 0;
     awaitIssued(lock, block);
     if (dirtyOf(block) == slot) {
@@ -67,7 +68,11 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     }
     spill(lock, dev, dev.budget);
     if (leased) block.writers.appendTo(leasedUntil);
+    slot->readers.add(slot->ready); // its producer alone has used it, and may be on another stream than the memory's home
+    if (!closed_) letGo(slot, retired);
+    pinned.slot_ = nullptr;
   }
+  release(retired);
   for (const Token& token : leasedUntil) token.wait();
 }
 
@@ -162,7 +167,7 @@ std::shared_ptr<void> Residency::takeBack(Pin& pin, Stream stream) {
     if (!slot || slot->block != nullptr || slot->pins != 1 || !slot->buffer.owner || slot->buffer.home != stream)
       return nullptr;
     const auto isHere = [stream](const Token& token) { return token.knownDone() || token.isOn(stream); };
-    if (pin.streams_ != std::vector<Stream>{stream} || !std::ranges::all_of(slot->readers.all(), isHere)) return nullptr;
+    if (!pin.streams_.isOnly(stream) || !std::ranges::all_of(slot->readers.all(), isHere)) return nullptr;
     device(slot->device).queue.unpin(slot, false, retired);
     owner = std::exchange(slot->buffer, {}).owner;
   }
@@ -186,7 +191,7 @@ Block* Residency::retainSource(const Pin& pin) {
 // or not.
 void Residency::writeThrough(Block& block, DeviceBuffer buffer, Stream producer) {
   const auto slot = takeResult(device(producer.device), block, std::move(buffer));
-  const Pin pinned(*this, slot, slot->data, {producer});
+  const Pin pinned(*this, slot, slot->data, producer);
   store(block, {0, block.bytes}, slot->data, producer);
 }
 

@@ -65,6 +65,32 @@ TEST(Token, ADeferredOneHasItsPlaceWhereItIsFirstAsked) {
   EXPECT_EQ(rig.link.events, 1);
 }
 
+TEST(Token, DeferredOnesOfAStreamAreOneUntilSomebodyAsks) {
+  TokenRig rig;
+  int ran = 0;
+  const Token token = rig.pool.defer(rig.one);
+  const Token same = rig.pool.defer(rig.one);
+  const Token other = rig.pool.defer(rig.two);
+  rig.sim.launchHost([&] { ++ran; }, rig.one);
+  same.wait();
+  EXPECT_EQ(ran, 1);
+  EXPECT_TRUE(token.knownDone());
+  EXPECT_FALSE(other.knownDone());
+  EXPECT_EQ(rig.link.events, 1);
+}
+
+TEST(Token, OneThatIsDeferredAfterAnotherWasAskedCoversWhatCameBetween) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    TokenRig rig(seed);
+    bool ran = false;
+    const Token early = rig.pool.defer(rig.one);
+    (void)early.done();
+    rig.sim.launchHost([&] { ran = true; }, rig.one);
+    rig.pool.defer(rig.one).wait();
+    EXPECT_TRUE(ran);
+  }
+}
+
 TEST(Token, ADeferredOneImpliesAllThatWereThereBefore) {
   TokenRig rig;
   TokenSet set;

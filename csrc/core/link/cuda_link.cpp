@@ -227,10 +227,10 @@ class CudaLink final : public Link {
   }
 
   std::uint64_t captureOf(Stream stream) override {
-    DeviceScope scope(stream.device);
+    if (stream.handle == nullptr)
+      return 0; // the legacy stream can't be captured, and to ask while another one is would be an error
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
-    // Asking about the legacy stream while another stream is being captured is itself an error; that one isn't captured.
     if (cudaStreamGetCaptureInfo(native(stream), &status, &id) != cudaSuccess) {
       (void)cudaGetLastError();
       return 0;
