@@ -417,7 +417,7 @@ bool isInterceptable(const c10::OperatorHandle& op) {
 
 void replaceTensors(
     const OpTraits& traits, torch::jit::Stack& stack,
-    const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each) {
+    c10::function_ref<at::Tensor(const at::Tensor&, const ArgumentTraits&)> each) {
   const std::size_t base = stack.size() - traits.arguments.size();
   for (std::size_t k = 0; k < traits.arguments.size(); ++k) {
     const auto& argument = traits.arguments[k];
@@ -450,7 +450,7 @@ void replaceTensors(
   }
 }
 
-void replaceResults(std::size_t count, torch::jit::Stack& stack, const std::function<at::Tensor(const at::Tensor&)>& each) {
+void replaceResults(std::size_t count, torch::jit::Stack& stack, c10::function_ref<at::Tensor(const at::Tensor&)> each) {
   for (auto& value : torch::jit::last(stack, count)) {
     auto& slot = const_cast<c10::IValue&>(value);
     if (slot.isTensor()) {

@@ -5,8 +5,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/util/FunctionRef.h>
 
-#include <functional>
 #include <vector>
 
 namespace offload {
@@ -61,10 +61,10 @@ bool isInterceptable(const c10::OperatorHandle& op);
 /// takes the tensor's place; an undefined tensor leaves it.
 void replaceTensors(
     const OpTraits& traits, torch::jit::Stack& stack,
-    const std::function<at::Tensor(const at::Tensor&, const ArgumentTraits&)>& each);
+    c10::function_ref<at::Tensor(const at::Tensor&, const ArgumentTraits&)> each);
 
 /// The same for the results on top of the stack.
-void replaceResults(std::size_t count, torch::jit::Stack& stack, const std::function<at::Tensor(const at::Tensor&)>& each);
+void replaceResults(std::size_t count, torch::jit::Stack& stack, c10::function_ref<at::Tensor(const at::Tensor&)> each);
 std::vector<at::Tensor> resultTensors(std::size_t count, const torch::jit::Stack& stack);
 
 } // namespace offload

@@ -22,6 +22,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
 
 #include <mutex>
 
@@ -33,7 +34,7 @@ using torch::jit::Stack;
 
 OperationWatch& watch();
 
-std::size_t bytesOf(const Stack& arguments) {
+std::size_t bytesOf(c10::ArrayRef<c10::IValue> arguments) {
   std::size_t bytes = 0;
   for (const auto& argument : arguments) {
     if (argument.isTensor() && argument.toTensor().defined()) bytes += argument.toTensor().nbytes();
@@ -91,7 +92,7 @@ void callFetched(
   const FetchingFor named(op);
   ReleaseRefill watch(placement.compute);
   std::vector<Written> writes;
-  std::vector<std::pair<at::Tensor, at::Tensor>> fetched;
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> fetched;
   replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& argument) -> at::Tensor {
     if (!isOffload(tensor)) return tensor.is_cuda() && !placement.compute.is_cuda() ? tensor.cpu() : at::Tensor();
     if (traits.countsFromStorage && !argument.written && tensor.has_storage() && !tracing())
@@ -114,7 +115,7 @@ void callFetched(
     for (const auto& written : writes) keepWritten(written, placement.compute);
     throw;
   }
-  watch.finish(resultTensors(traits.results, stack));
+  if (watch.watches()) watch.finish(resultTensors(traits.results, stack));
   for (const auto& written : writes) copyBack(written, placement.compute);
   replaceResults(traits.results, stack, [&](const at::Tensor& result) {
     for (const auto& written : writes) {
@@ -133,7 +134,8 @@ void runFetched(
     const c10::OperatorHandle& op, const OpTraits& traits, Placement placement, Stack& stack,
     std::optional<at::ScalarType> lower = {}) {
   if (!placement.toOffload || !placement.compute.is_cuda()) return callFetched(op, traits, placement, stack, lower);
-  const Stack arguments(stack.end() - static_cast<std::ptrdiff_t>(traits.arguments.size()), stack.end());
+  const c10::SmallVector<c10::IValue, 8> arguments(
+      stack.end() - static_cast<std::ptrdiff_t>(traits.arguments.size()), stack.end());
   try {
     return callFetched(op, traits, placement, stack, lower);
   } catch (const c10::NotImplementedError&) {

@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <optional>
 #include <utility>
 
 namespace offload {
@@ -80,8 +81,7 @@ struct FetchBackward final : Node {
   FetchBackward() : Node(kAtOnce) {}
   c10::Device home{kOffload};
   c10::Device target{c10::kCPU};
-  at::ScalarType dtype = at::kFloat; // of the source
-  bool casts = false; // the source's values had another one where they were fetched
+  std::optional<at::ScalarType> castFrom; // the source's dtype, where its values had another one where they were fetched
   const void* source = nullptr; // see Block::derivedFrom
 
   variable_list apply(variable_list&& inputs) override {
@@ -95,7 +95,7 @@ struct FetchBackward final : Node {
         ", and gradients on offload are dense; leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep that weight "
         "on the "
         "CPU or on CUDA.");
-    if (casts) gradient = gradient.to(dtype);
+    if (castFrom) gradient = gradient.to(*castFrom);
     if (sink() == nullptr && hasGaps(gradient)) gradient = cloneWithGaps(gradient);
     // A gradient that nobody else holds gives its memory away.
     if (!isSoleOwner(gradient) || torch::autograd::GradMode::is_enabled()) {
@@ -229,8 +229,7 @@ void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Devi
   auto node = nodeFor<FetchBackward>(offload);
   node->home = offload.device();
   node->target = target;
-  node->dtype = offload.scalar_type();
-  node->casts = fetched.scalar_type() != node->dtype;
+  if (fetched.scalar_type() != offload.scalar_type()) node->castFrom = offload.scalar_type();
   if (!tracing() && offload.has_storage() && offload.storage().nbytes() > 0) {
     const auto offset = offload.storage_offset() * static_cast<std::int64_t>(offload.element_size());
     node->source = static_cast<const std::byte*>(blockOf(offload.storage()).data) + offset;

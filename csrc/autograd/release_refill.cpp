@@ -113,7 +113,7 @@ void ReleaseRefill::add(const at::Tensor& source, const at::Tensor& fetched) {
 }
 
 void ReleaseRefill::finish(const std::vector<at::Tensor>& results) {
-  if (fetched_.empty() || !recordsGraph() || tracing() || at::SavedTensorDefaultHooks::get_hooks()) return;
+  if (!recordsGraph() || tracing() || at::SavedTensorDefaultHooks::get_hooks()) return;
   std::vector<std::pair<at::Tensor, at::Tensor>> mine;
   for (const auto& [source, fetched] : fetched_) {
     const bool aliased = std::any_of(results.begin(), results.end(), [&fetched = fetched](const at::Tensor& result) {

@@ -22,6 +22,10 @@ class ReleaseRefill {
   /// For what is fetched to this target.
   explicit ReleaseRefill(c10::Device target);
   void add(const at::Tensor& source, const at::Tensor& fetched);
+  /// Whether anything was added that the operation may have saved.
+  bool watches() const {
+    return !fetched_.empty();
+  }
   /// After the operation, with all of its results.
   void finish(const std::vector<at::Tensor>& results);
 
