@@ -1,5 +1,6 @@
 // Device memory of PyTorch's CUDA caching allocator, and what goes back to it when it runs short.
 #include "aten/cuda_glue.h"
+#include "core/demand_guess.h"
 #include "core/error.h"
 
 #ifdef OFFLOAD_WITH_CUDA
@@ -76,6 +77,11 @@ class Ledger {
     if (found == taken_.end()) return;
     accounts_[found->second.second].now -= found->second.first;
     taken_.erase(found);
+  }
+
+  std::size_t now(int device) {
+    std::lock_guard lock(mutex_);
+    return accounts_[device].now;
   }
 
   /// At most `cached` bytes, all that the allocator keeps for anybody: it gives that back to the driver when memory is short.
@@ -188,8 +194,8 @@ bool capturing() {
 
 // Note [What the allocator asks for]
 // It calls back at every request that none of its free blocks serves, before it asks the driver, and doesn't say for how much. So
-// the answer goes by the last requests: twice the most that its memory has grown by from one call to the next, and a quarter of what
-// the process may use of the device where it has not called for long. A request that is beyond that and beyond what is free fails.
+// the answer goes by the last requests, by what its memory has grown by from one call to the next (demand_guess.h), and is a quarter of
+// what the process may use of the device where it has not called for long. A request that is beyond that and beyond what is free fails.
 // Then, with the lock let go, everything is given back, what is Dirty too, and its size is remembered, so that another attempt succeeds.
 // While it records its history it wants the GIL to free a block, which nobody may take under its lock: then it gets no answer.
 class Relief {
@@ -202,11 +208,10 @@ class Relief {
     Device& device = devices_[static_cast<std::size_t>(index)];
     const std::size_t reserved = reservedBytes(index);
     const std::size_t before = device.reserved.exchange(reserved);
-    const std::size_t grown = before != 0 && reserved > before ? reserved - before : 0;
-    device.usual = std::max({grown, device.usual - device.usual / 32, kLeastGrowth});
+    if (before != 0 && reserved > before) device.guess.asked(reserved - before);
     const std::size_t refused = device.calls++ < device.rememberUntil ? device.refused.load() : 0;
-    const std::size_t usual = std::max(2 * device.usual, refused);
     const auto [free, total] = memoryInfo(index);
+    const std::size_t usual = std::max(device.guess.within(free + ledger().now(index)), refused);
     return relieve_(index, free, usual, std::max(usual, total / 4)) > 0;
   }
 
@@ -224,14 +229,13 @@ class Relief {
 
  private:
   struct Device {
-    std::size_t usual = 0; // the most that `reserved` has grown by, long ago counting less; guarded by the allocator's lock
+    DemandGuess guess; // by how much `reserved` has grown from call to call; guarded by the allocator's lock
     std::atomic<std::size_t> reserved{0}; // by the allocator when it asked last, or when we took some
     std::atomic<std::size_t> refused{0}; // the last request that failed
     std::atomic<std::uint64_t> calls{0};
     std::atomic<std::uint64_t> rememberUntil{0};
   };
 
-  static constexpr std::size_t kLeastGrowth = std::size_t{256} << 20;
   const Relieve relieve_;
   const GiveUp giveUp_;
   std::vector<Device> devices_;
