@@ -108,6 +108,9 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
     return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation)
 
 
+is_bf16_supported._dynamo_marked_constant = True  # graphs may hold it, as they may device_count()
+
+
 def synchronize(device: _Device = None) -> None:
     """Waits until every copy to and from offload tensors has landed. No program needs it for its results."""
     _index(device)
