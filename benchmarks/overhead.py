@@ -4,6 +4,7 @@ Calls follow each other without a wait, on weights so small that the GPU keeps u
 timed is the work of the CPU. The first row is the part of it that one weight costs, whatever the operation does: a fetch that
 finds its copy, the tensor over it, and giving both back, beside an alias of the plain weight. What an operation costs beyond
 that, for each of its weights, is the way there: telling which operands are on offload, and calling it again on their copies.
+Fed with an offload tensor as well, it also fetches that, and makes its result a Slot that goes when the next result comes.
 The exit status is 1 where an operation without gradients costs more than its goal (not with --tiny).
 """
 
@@ -83,40 +84,59 @@ def main() -> None:
     calls, rounds = (20, 3) if options.tiny else (500, 11)
     torch.manual_seed(0)
     x = torch.randn(8, FEATURES, device=device)
-    ones = torch.ones_like(x)
     plain = torch.randn(FEATURES, FEATURES, device=device) * 0.02, torch.randn(FEATURES, device=device)
-    sides = {"plain": plain, "offload": tuple(tensor.to("offload") for tensor in plain)}
-    for operands in sides.values():
-        for tensor in operands:
-            tensor.requires_grad_()
+    weights = tuple(tensor.to("offload") for tensor in plain)
+    for tensor in (*plain, *weights):
+        tensor.requires_grad_()
+    ones = torch.ones_like(x)
+    # What an operation gets, and the gradient of its result.
+    sides = {
+        "plain": ((x, *plain), ones),
+        "offload": ((x, *weights), ones),
+        "fed": ((x.to("offload"), *weights), ones.to("offload")),
+    }
 
     # The processor's clock, and what CUDA's libraries load when they are first called.
     with torch.no_grad():
-        for operands in list(sides.values()) * (1 if options.tiny else 20):
-            microseconds(functools.partial(linear, x, *operands), calls)
+        for operands, _ in list(sides.values()) * (1 if options.tiny else 20):
+            microseconds(functools.partial(linear, *operands), calls)
 
     rows, records = [], []
     for operation in (fetch, linear, linear_without_bias, layer_norm, multiply):
         for mode in ("no_grad",) if operation is fetch else ("no_grad", "grad", "grad and backward"):
-            times: dict[str, list[float]] = {name: [] for name in sides}
+            compared = {name: side for name, side in sides.items() if not (operation is fetch and name == "fed")}
+            times: dict[str, list[float]] = {name: [] for name in compared}
             before = torch_offload.memory_stats()
             for number in range(-2, rounds):
-                for name, operands in sides.items():
+                for name, (operands, gradient) in compared.items():
                     if mode == "grad and backward":
-                        call = functools.partial(forward_backward, operation, x, *operands, ones)
+                        call = functools.partial(forward_backward, operation, *operands, gradient)
                     else:
-                        call = functools.partial(operation, x, *operands)
+                        call = functools.partial(operation, *operands)
                     with torch.set_grad_enabled(mode != "no_grad"):
                         taken = microseconds(call, calls)
                     if number >= 0:
                         times[name].append(taken)
             after = torch_offload.memory_stats()
             fetches, hits = (after[key] - before[key] for key in ("cache.fetches", "cache.hits"))
-            one, other = (median(times[name]) for name in sides)
-            share = f"{hits / fetches:.3f}" if fetches else "-"
-            rows.append([f"{operation.__name__}, {mode}", f"{one:.2f}", f"{other:.2f}", f"{other - one:.2f}", share])
-            records.append({"operation": operation.__name__, "mode": mode, "plain_us": one, "offload_us": other})
-    print_table(["call", f"{device.type} us", "offload us", "difference", "cache hits"], rows)
+            record = {"operation": operation.__name__, "mode": mode}
+            record |= {f"{name}_us": median(taken) for name, taken in times.items()}
+            records.append(record)
+            row = [f"{operation.__name__}, {mode}", f"{record['plain_us']:.2f}"]
+            for name in ("offload_us", "fed_us"):
+                more = record[name] - record["plain_us"] if name in record else None
+                row += ["-", "-"] if more is None else [f"{record[name]:.2f}", f"{more:+.2f}"]
+            rows.append([*row, f"{hits / fetches:.3f}" if fetches else "-"])
+    columns = [
+        "call",
+        f"{device.type} us",
+        "offload weight",
+        "difference",
+        "all on offload",
+        "difference",
+        "cache hits",
+    ]
+    print_table(columns, rows)
     write_record("overhead", {"runs": records})
     finish(problems(records, options.tiny))
 
