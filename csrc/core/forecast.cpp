@@ -23,13 +23,33 @@ void Forecast::follow(Block& block, Extent extent) {
   entry.last = index;
   entry.version = block.version;
   block.scheduled = true;
-  foretold_ = foretold;
+  foretold_ = stands_ = foretold;
   if (foretold) {
     ++followed_;
     ++run_;
+  } else if (comesLate(entry)) {
+    foretold_ = true;
   } else {
     resume(index);
   }
+  if (count() >= lateUntil_) late_.clear();
+}
+
+bool Forecast::comesLate(const Entry& entry) {
+  const auto found =
+      std::find_if(late_.begin(), late_.end(), [&](std::uint64_t place) { return holds(place) && at(place).entry == &entry; });
+  if (found == late_.end()) return false;
+  late_.erase(found);
+  return true;
+}
+
+std::vector<Forecast::Expected> Forecast::late() const {
+  std::vector<Expected> found;
+  for (const std::uint64_t place : late_) {
+    const Entry* const entry = holds(place) ? at(place).entry : nullptr;
+    if (entry != nullptr) found.push_back({entry->block, entry->extent, false});
+  }
+  return found;
 }
 
 Forecast::Expected Forecast::expected(std::uint64_t distance) const {
@@ -48,13 +68,17 @@ Forecast::Entry& Forecast::entryOf(Block& block, Extent extent) {
   return entries_[&block].try_emplace(extent, Entry{&block, extent}).first->second;
 }
 
-// Goes on from an earlier occurrence of what has just been fetched, with the longest past in common; the latest of several, or the one
-// where the order goes on that was left by a detour. What is new has none: what was expected instead of it still comes next.
+// Goes on from an earlier occurrence of what has just been fetched, with the longest past in common; of several the one near the place
+// that was followed, or the latest, or the one where the order goes on that was left by a detour. What is new has none: what was expected instead of it still comes next.
 void Forecast::resume(std::uint64_t index) {
   std::uint64_t best = kNowhere;
   std::uint64_t longest = 0;
+  std::uint64_t near = kNowhere;
   std::uint64_t back = kNowhere;
   std::uint64_t candidate = at(index).before;
+  const auto distance = [expected = followed_ + 1](std::uint64_t place) {
+    return place > expected ? place - expected : expected - place;
+  };
   for (int count = 0; count < kMostCandidates && candidate != kNowhere && holds(candidate); ++count) {
     std::uint64_t common = 1;
     while (common < kMostCompared && candidate >= base_ + common && at(candidate - common).entry == at(index - common).entry) {
@@ -64,9 +88,11 @@ void Forecast::resume(std::uint64_t index) {
       longest = common;
       best = candidate;
     }
+    if (isNear(candidate, followed_) && (near == kNowhere || distance(candidate) < distance(near))) near = candidate;
     if (back == kNowhere && index <= leftAt_ + kMostCompared && isNear(candidate, left_)) back = candidate;
     candidate = at(candidate).before;
   }
+  if (longest == 1 && near != kNowhere) best = near;
   const std::uint64_t spoke = std::min(run_, kMostCompared) / 2;
   if (best == kNowhere || isNear(best, followed_)) {
     run_ = spoke;
@@ -82,7 +108,16 @@ void Forecast::resume(std::uint64_t index) {
   }
   if (best == kNowhere) return;
   run_ = std::max(run_, longest - 1);
-  followed_ = best;
+  goTo(best, index);
+}
+
+void Forecast::goTo(std::uint64_t place, std::uint64_t index) {
+  late_.clear();
+  if (isNear(place, followed_)) {
+    for (std::uint64_t passed = followed_ + 1; passed < place; ++passed) late_.push_back(passed);
+    lateUntil_ = index + 1 + kNear;
+  }
+  followed_ = place;
 }
 
 bool Forecast::isNear(std::uint64_t place, std::uint64_t to) noexcept {

@@ -12,6 +12,9 @@
 // does not make the order another one. Nor does a detour, a layer that comes in another's place: the place that was left for it is
 // remembered for a while, and a fetch from there on, with no past elsewhere, goes on with half of the run that there was.
 //
+// What the way to a place a few fetches on has passed over is *late*, for as many fetches again: neighbours may have changed places. A
+// fetch of it is as good as one that was foretold, and leaves the place where it is.
+//
 // What is written between two fetches, as by an optimizer, must not be copied before that has happened, neither for the next fetch nor
 // for one after it: a fetch that found so many writes since the one before it is expected to find as many again.
 #pragma once
@@ -47,6 +50,12 @@ class Forecast {
   bool foretold() const noexcept {
     return foretold_;
   }
+  /// Whether what was expected before the last fetch is so still, of the same fetches by their numbers.
+  bool stands() const noexcept {
+    return stands_;
+  }
+  /// What was expected, and may come yet.
+  std::vector<Expected> late() const;
   /// How many of the last fetches speak for what is expected.
   std::uint64_t run() const noexcept {
     return run_;
@@ -77,6 +86,8 @@ class Forecast {
     return history_[index - base_];
   }
   void resume(std::uint64_t index);
+  void goTo(std::uint64_t place, std::uint64_t index);
+  bool comesLate(const Entry& entry);
   static bool isNear(std::uint64_t place, std::uint64_t to) noexcept;
   void dropOldHalf();
 
@@ -95,6 +106,9 @@ class Forecast {
   std::uint64_t leftAt_ = 0;
   std::uint64_t leftRun_ = 0; // as much of it as is left
   bool foretold_ = false;
+  bool stands_ = false;
+  std::vector<std::uint64_t> late_;
+  std::uint64_t lateUntil_ = 0;
 };
 
 } // namespace offload

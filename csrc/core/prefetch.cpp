@@ -60,15 +60,24 @@ void Residency::follow(Device& dev) {
   const std::uint64_t now = forecast.count();
   dev.queue.advance(now);
   const bool lost = !forecast.foretold();
+  const bool anew = !forecast.stands();
   dev.steady = lost ? std::max(dev.steady - kOneAgainst, 0) : std::min(dev.steady + 1, kMostSteady);
-  if (lost) dev.queue.expectNothing();
-  if (dev.queue.wasInterrupted() || lost) dev.horizon = dev.unwritten = 0;
+  if (anew) dev.queue.expectNothing();
+  if (dev.queue.wasInterrupted() || anew) dev.horizon = dev.unwritten = 0;
   const bool written = dev.unwritten <= now || !forecast.expected(dev.unwritten - now).writtenFirst;
   if (dev.unwritten != 0 && written) dev.horizon = std::exchange(dev.unwritten, 0) - 1;
   const std::uint64_t guesses = dev.queue.wrongGuesses() - std::exchange(dev.wrongGuesses, dev.queue.wrongGuesses());
   const std::uint64_t copies = dev.queue.wrongCopies() - std::exchange(dev.wrongCopies, dev.queue.wrongCopies());
   dev.patience = std::min((guesses > 0 ? 2 * dev.patience : dev.patience) + (copies - guesses), kMostPatience);
-  if (lost) lookAhead(dev, dev.ring / 2); // what is still expected shall not make room for this fetch
+  if (anew) keepExpected(dev);
+}
+
+// Under the mutex: what is still expected shall not make room for this fetch, and what is late is the last to do so of the rest.
+void Residency::keepExpected(Device& dev) {
+  lookAhead(dev, dev.ring / 2);
+  for (const auto& late : dev.schedule.forecast().late()) {
+    if (const auto slot = find(*late.block, late.extent, dev.index)) dev.queue.keepLonger(*slot);
+  }
 }
 
 // Under the mutex: the first of the expected fetches that needs a copy; those before it keep what they will find, `most` bytes of it.

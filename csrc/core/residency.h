@@ -278,6 +278,7 @@ class Residency {
   static bool isWithin(const Device& device, std::size_t budget);
   void expectRead(Block& block);
   void follow(Device& device);
+  void keepExpected(Device& device);
   Forecast::Expected lookAhead(Device& device, std::size_t most);
   Ahead foresee(Device& device, bool idle, Slots& retired);
   bool mayPrefetch(const Block& block) const;

@@ -173,6 +173,11 @@ void SlotQueue::expectNothing() {
   idleBytes_ += std::exchange(aheadBytes_, 0);
 }
 
+void SlotQueue::keepLonger(const Slot& slot) {
+  List& list = listOf(slot);
+  list.splice(list.end(), list, slot.place);
+}
+
 void SlotQueue::shrink(std::size_t budget, Slots& retired) {
   while (budgetedBytes() > budget && !staying_.empty()) retire(staying_.front(), retired);
 }

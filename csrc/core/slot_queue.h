@@ -52,6 +52,8 @@ class SlotQueue {
   void expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch);
   /// Nothing that was expected is so any more.
   void expectNothing();
+  /// To the end of its list.
+  void keepLonger(const Slot& slot);
   bool isExpected(const Slot& slot) const noexcept {
     return slot.epoch == epoch_ && slot.expected > now_;
   }

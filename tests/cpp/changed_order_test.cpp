@@ -93,11 +93,11 @@ class ChangedOrder : public testing::TestWithParam<Change> {};
 INSTANTIATE_TEST_SUITE_P(
     Steps, ChangedOrder,
     testing::Values(
-        Change{"None", usual(), 0, 0, 0}, Change{"ALayerIsLeftOut", without(7), 0, 1, 2},
-        Change{"ALayerComesTwice", with(7, {7}), 0, 0, 1}, Change{"ThreeComeAgain", with(8, {5, 6, 7}), 2, 1, 4},
-        Change{"NeighboursAreSwapped", swapped(7, 8), 2, 0, 4}, Change{"TwoFarApartAreSwapped", swapped(4, 11), 2, 1, 6},
+        Change{"None", usual(), 0, 0, 0}, Change{"ALayerIsLeftOut", without(7), 0, 1, 0},
+        Change{"ALayerComesTwice", with(7, {7}), 0, 0, 1}, Change{"ThreeComeAgain", with(8, {5, 6, 7}), 1, 1, 2},
+        Change{"NeighboursAreSwapped", swapped(7, 8), 0, 0, 0}, Change{"TwoFarApartAreSwapped", swapped(4, 11), 2, 1, 6},
         Change{"ALayerIsNew", with(7, {20}), 1, 0, 3}, Change{"ThreeAreNew", with(7, {20, 21, 22}), 3, 1, 7},
-        Change{"AnotherExpert", with(7, {20}, 1), 1, 1, 4}, Change{"ABranchOfThree", with(7, {20, 21, 22}, 3), 4, 1, 13}),
+        Change{"AnotherExpert", with(7, {20}, 1), 1, 1, 3}, Change{"ABranchOfThree", with(7, {20, 21, 22}, 3), 4, 1, 10}),
     [](const auto& info) { return info.param.name; });
 
 TEST_P(ChangedOrder, CostsFewCopiesAndIsLearned) {
