@@ -180,9 +180,9 @@ Context::Context(const Settings& settings) {
   if (faults_) faults_->fail(*settings.fault);
   if (backend_ != Backend::Cuda) return;
   cuda::relieveAllocatorBy(
-      [](c10::DeviceIndex index, std::size_t free, std::size_t usual, std::size_t most) -> std::size_t {
+      [](c10::DeviceIndex index, std::size_t free, std::size_t usual, std::size_t most, std::size_t kept) -> std::size_t {
         const Context* now = ifCreated();
-        return now != nullptr ? now->residency().relieve(index, free, usual, most) : 0;
+        return now != nullptr ? now->residency().relieve(index, free, usual, most, kept) : 0;
       },
       [](c10::DeviceIndex index) {
         try {

@@ -19,7 +19,8 @@ Stream currentStream(c10::DeviceIndex index);
 /// A stream of PyTorch's.
 Stream streamOf(c10::Stream stream);
 /// Residency::relieve(), called with the allocator's lock held.
-using Relieve = std::size_t (*)(c10::DeviceIndex index, std::size_t free, std::size_t usual, std::size_t most);
+using Relieve =
+    std::size_t (*)(c10::DeviceIndex index, std::size_t free, std::size_t usual, std::size_t most, std::size_t kept);
 /// Gives up all that can be, after a request has failed. Must not throw.
 using GiveUp = void (*)(c10::DeviceIndex index);
 /// Has PyTorch's allocator ask when it has no block for a request, and tell when one has failed. To be called once.

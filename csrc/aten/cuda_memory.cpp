@@ -211,8 +211,9 @@ class Relief {
     if (before != 0 && reserved > before) device.guess.asked(reserved - before);
     const std::size_t refused = device.calls++ < device.rememberUntil ? device.refused.load() : 0;
     const auto [free, total] = memoryInfo(index);
-    const std::size_t usual = std::max(device.guess.within(free + ledger().now(index)), refused);
-    return relieve_(index, free, usual, std::max(usual, total / 4)) > 0;
+    const std::size_t usual = std::max(device.guess.most(), refused);
+    const std::size_t kept = std::max(device.guess.within(free + ledger().now(index)), refused);
+    return relieve_(index, free, usual, std::max(usual, total / 4), kept) > 0;
   }
 
   void refused(c10::DeviceIndex index, std::size_t bytes) {

@@ -102,13 +102,13 @@ std::size_t Residency::budget(int index) {
   return dev.budget;
 }
 
-std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, std::size_t most) noexcept {
+std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, std::size_t most, std::size_t kept) noexcept {
   const auto audited = audit("relieve");
   Lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock() || closed_) return 0;
   Device& dev = device(index);
   const bool often = std::exchange(dev.quiet, 0) < kQuietPasses;
-  dev.demand = often ? usual : 0;
+  dev.demand = often ? std::min(usual, kept) : 0;
   const std::size_t demand = often ? usual : most;
   if (free >= demand) return 0;
   const std::size_t wanted = demand - free;

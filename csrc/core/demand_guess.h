@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 
 namespace offload {
 
@@ -17,8 +18,12 @@ class DemandGuess {
     last_[next_++ % kRemembered] = bytes;
   }
 
-  /// Twice the largest of them, or as much as it, where `possible` bytes would serve that: what they would not can't be meant, and a
-  /// request that has taken most of what there is is no reason to keep the rest of it free for another.
+  /// What is to be given where it is short: twice the largest of them.
+  std::size_t most() const {
+    return within(SIZE_MAX);
+  }
+  /// What is to be kept free where nobody is short: twice the largest of them, or as much as it, of those that `possible` bytes could
+  /// serve. A request that has taken most of what there is is no reason to keep the rest of it free for another.
   std::size_t within(std::size_t possible) const {
     std::size_t guess = kLeast;
     for (const std::size_t bytes : last_) {

@@ -74,15 +74,22 @@ void Residency::follow(Device& dev) {
 
 // Under the mutex: what is still expected shall not make room for this fetch, and what is late is the last to do so of the rest.
 void Residency::keepExpected(Device& dev) {
+  if (!looksAhead(dev)) return;
   lookAhead(dev, dev.ring / 2);
   for (const auto& late : dev.schedule.forecast().late()) {
-    if (const auto slot = find(*late.block, late.extent, dev.index)) dev.queue.keepLonger(*slot);
+    const auto slot = find(*late.block, late.extent, dev.index);
+    if (slot && slot->share == Share::Passing) dev.queue.keepLonger(*slot);
   }
+}
+
+// Whether anything is kept or copied for what is expected.
+bool Residency::looksAhead(const Device& dev) const {
+  return options_.prefetch && !options_.evictAtUnpin && !closed_ && dev.steady >= kSteady;
 }
 
 // Under the mutex: the first of the expected fetches that needs a copy; those before it keep what they will find, `most` bytes of it.
 Forecast::Expected Residency::lookAhead(Device& dev, std::size_t most) {
-  if (!options_.prefetch || options_.evictAtUnpin || closed_ || dev.steady < kSteady) return {};
+  if (!looksAhead(dev)) return {};
   const Forecast& forecast = dev.schedule.forecast();
   dev.horizon = std::max(dev.horizon, forecast.count());
   for (int looked = 0; looked < kMostLookedAt; ++looked, ++dev.horizon) {

@@ -16,7 +16,7 @@
 // to end; it does end, because who issues waits for nobody.
 //
 // Note [Ring and budget]
-// A Slot is on one of two accounts. What passes is charged to the ring, and leaves it in the order in which it came. What the
+// A Slot is on one of two accounts. What passes is charged to the ring, and leaves it in the order in which it came, what may be late last. What the
 // Schedule wants to stay, and what is newer than the host's bytes (Dirty), is charged to the budget. Slots that nothing pins are
 // found again until their bytes are wanted. A fetch never waits for a Pin: where all of the ring is pinned it takes more memory, so
 // device bytes stay within budget + max(ring, twice the fetch at hand) + what is pinned, and what graphs have (staging.h). Memory
@@ -187,8 +187,8 @@ class Residency {
   /// Gives up Slots that are Clean and that nothing pins until `free` and their bytes make what is demanded; their bytes. Takes no
   /// lock that is held, and neither waits nor allocates: for PyTorch's allocator, which calls this while it holds its own and does
   /// not say how much it wants. Called now and then it gives `most`; called in every pass it gives `usual`, and an automatic budget
-  /// leaves that much free from then on, while it is called.
-  std::size_t relieve(int device, std::size_t free, std::size_t usual, std::size_t most) noexcept;
+  /// leaves that much free from then on, and no more than `kept`, while it is called.
+  std::size_t relieve(int device, std::size_t free, std::size_t usual, std::size_t most, std::size_t kept = SIZE_MAX) noexcept;
   /// Waits for every copy of this Residency; afterwards, with `close`, Pins are let go without touching the device. Throws what
   /// no other call has told yet of copies that have failed meanwhile.
   void drain(bool close);
@@ -279,6 +279,7 @@ class Residency {
   void expectRead(Block& block);
   void follow(Device& device);
   void keepExpected(Device& device);
+  bool looksAhead(const Device& device) const;
   Forecast::Expected lookAhead(Device& device, std::size_t most);
   Ahead foresee(Device& device, bool idle, Slots& retired);
   bool mayPrefetch(const Block& block) const;

@@ -27,7 +27,7 @@ struct ResidencyStats {
 };
 
 /// Every Slot from add() until it is retired is in one list: Dirty ones by themselves, of the others those that are pinned, and those
-/// that nothing pins by their share; the one that has been there longest is in front. Of what is passing, results on their way home are
+/// that nothing pins by their share; the one that has been there longest is in front, but for keepLonger(). Of what is passing, results on their way home are
 /// listed apart and go after the rest, unless they take more than half of the ring; what is expected to be fetched soon goes last, but
 /// before results where it takes more than half of the ring. Guarded by Residency. What is retired leaves its Block and is charged no
 /// more; its memory is the caller's to release, outside the lock.
@@ -52,7 +52,7 @@ class SlotQueue {
   void expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch);
   /// Nothing that was expected is so any more.
   void expectNothing();
-  /// To the end of its list.
+  /// What is passing is the last to go of the list that it is in.
   void keepLonger(const Slot& slot);
   bool isExpected(const Slot& slot) const noexcept {
     return slot.epoch == epoch_ && slot.expected > now_;

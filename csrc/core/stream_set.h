@@ -14,6 +14,8 @@ class StreamSet {
  public:
   StreamSet() = default;
   StreamSet(Stream only) : few_{only}, count_(1) {}
+  StreamSet(const StreamSet&) = default; // and no move, which would leave a count without its streams
+  StreamSet& operator=(const StreamSet&) = default;
 
   void add(Stream stream) {
     if (std::find(begin(), end(), stream) != end()) return;

@@ -9,6 +9,10 @@
 
 namespace offload {
 
+namespace {
+constexpr std::size_t kMostDeferred = 64; // streams; some come and go
+} // namespace
+
 struct EventPool::Shared {
   explicit Shared(Link& l) : link(l) {}
 
@@ -140,6 +144,7 @@ Token EventPool::defer(Stream stream) {
   const auto open =
       std::find_if(deferred_.begin(), deferred_.end(), [stream](const Token& token) { return token.isOn(stream); });
   if (open != deferred_.end()) return *open;
+  if (deferred_.size() >= kMostDeferred) deferred_.erase(deferred_.begin()); // the next of that stream is another one
   return deferred_.emplace_back(Token(std::make_shared<Token::Record>(shared_, stream, true)));
 }
 

@@ -220,6 +220,18 @@ TEST_F(Budget, WhatAnAllocatorAsksForOftenIsLeftFree) {
   EXPECT_EQ(pass(), 0U);
 }
 
+TEST_F(Budget, WhatCannotBeAskedForAgainIsNotLeftFree) {
+  make(std::nullopt, 40);
+  pass();
+  pass();
+  (void)rig_->cache.relieve(0, 24 * kBytes, 0, 34 * kBytes); // the first time
+  for (int step = 0; step < 3; ++step) pass();
+  EXPECT_GT(rig_->cache.relieve(0, rig_->sim.memoryInfo(0).free, 34 * kBytes, 64 * kBytes, 0), 0U);
+  EXPECT_GT(pass(), 0U);
+  pass();
+  EXPECT_EQ(pass(), 0U) << "all is back";
+}
+
 TEST_F(Budget, AResultStaysUntilTheHostAsks) {
   make(4 * kBytes, 0);
   const auto block = rig_->newBlock(kBytes);

@@ -23,10 +23,11 @@ TEST(DemandGuess, IsTwiceTheLargestOfLate) {
   EXPECT_EQ(guess.within(80 * kGiB), 4 * kGiB) << "the largest is forgotten";
 }
 
-TEST(DemandGuess, WhatCannotBeHadIsNotMeant) {
+TEST(DemandGuess, WhatCannotBeHadIsNotKeptFree) {
   DemandGuess guess;
   guess.asked(70 * kGiB);
   guess.asked(1 * kGiB);
+  EXPECT_EQ(guess.most(), 140 * kGiB);
   EXPECT_EQ(guess.within(200 * kGiB), 140 * kGiB);
   EXPECT_EQ(guess.within(140 * kGiB), 140 * kGiB);
   EXPECT_EQ(guess.within(79 * kGiB), 70 * kGiB) << "it may ask for as much again, not for twice that";
