@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -159,7 +160,7 @@ struct BasicRig {
     }
   };
 
-  int owned = 0; // buffers of newResult() that have not been released
+  std::atomic<int> owned{0}; // buffers of newResult() that have not been released
   bool lost = false; // set where the device is lost for good: what it can't vouch for is kept
   bool mayKeep = false; // page-locked bytes, where a call that fails leaves it open whether they are still used
   std::uint64_t* failuresAtTheEnd = nullptr; // where to tell how many calls failed, the destructors' included

@@ -9,6 +9,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <tuple>
 
@@ -38,6 +39,7 @@ class GraphLink : public FaultLink {
   };
 
   void begin(Stream stream) {
+    const Lock lock(mutex_);
     ASSERT_EQ(current_, nullptr);
     current_ = std::make_unique<Graph>();
     current_->origin = stream;
@@ -45,6 +47,7 @@ class GraphLink : public FaultLink {
     ++id_;
   }
   std::shared_ptr<Graph> end() {
+    const Lock lock(mutex_);
     auto& origin = current_->known[current_->origin.handle];
     for (const auto& [stream, known] : current_->known) {
       const auto own = known.find(stream);
@@ -54,6 +57,7 @@ class GraphLink : public FaultLink {
     return std::shared_ptr<Graph>(std::move(current_));
   }
   void replay(const Graph& graph, Stream stream) {
+    const Lock lock(mutex_);
     Graph::Part part;
     part.streams[graph.origin.handle] = stream;
     const Event before = newEvent(stream.device);
@@ -68,19 +72,23 @@ class GraphLink : public FaultLink {
   }
   /// A kernel that reads and writes these bytes.
   void launch(Stream stream, std::function<void()> body, std::vector<MemoryRange> reads, std::vector<MemoryRange> writes) {
+    const Lock lock(mutex_);
     enqueue(stream, [=, this](Stream on) { sim_.launch(on, body, reads, writes); });
   }
 
   /// To the device, by replays too, since the last call.
   int copiesSince() {
+    const Lock lock(mutex_);
     return std::exchange(copies_, 0);
   }
 
   std::uint64_t captureOf(Stream stream) override {
+    const Lock lock(mutex_);
     mayFail(stream);
     return isCaptured(stream) ? id_ : 0;
   }
   void record(Event event, Stream stream) override {
+    const Lock lock(mutex_);
     ofGraphs_.erase(event);
     if (!isCaptured(stream)) return FaultLink::record(event, stream);
     mayFail(stream);
@@ -90,6 +98,7 @@ class GraphLink : public FaultLink {
     });
   }
   void wait(Stream stream, Event event) override {
+    const Lock lock(mutex_);
     const bool ofThis = current_ && current_->recorded.contains(event);
     EXPECT_FALSE(ofGraphs_.contains(event)) << "an event of a graph is waited for";
     EXPECT_EQ(ofThis || isCaptured(stream), ofThis) << "a capture waits for what is no part of it";
@@ -102,14 +111,15 @@ class GraphLink : public FaultLink {
     });
   }
   bool query(Event event) override {
-    EXPECT_FALSE(ofGraphs_.contains(event) || (current_ && current_->recorded.contains(event)));
+    EXPECT_FALSE(isOfGraph(event));
     return FaultLink::query(event);
   }
   void synchronize(Event event) override {
-    EXPECT_FALSE(ofGraphs_.contains(event) || (current_ && current_->recorded.contains(event)));
+    EXPECT_FALSE(isOfGraph(event));
     FaultLink::synchronize(event);
   }
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override {
+    const Lock lock(mutex_);
     if (!isCaptured(stream)) {
       ++copies_;
       return FaultLink::copyToDevice(device, host, bytes, stream);
@@ -121,23 +131,33 @@ class GraphLink : public FaultLink {
     });
   }
   void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override {
+    const Lock lock(mutex_);
     EXPECT_FALSE(isCaptured(stream));
     FaultLink::copyToHost(host, device, bytes, stream);
   }
   void fill(void* device, unsigned char value, std::size_t bytes, Stream stream) override {
+    const Lock lock(mutex_);
     if (!isCaptured(stream)) return FaultLink::fill(device, value, bytes, stream);
     enqueue(stream, [=, this](Stream on) { sim_.fill(device, value, bytes, on); });
   }
   void launchHost(HostTask task, Stream stream) override {
+    const Lock lock(mutex_);
     if (!isCaptured(stream)) return FaultLink::launchHost(std::move(task), stream);
     enqueue(stream, [=, this](Stream on) { sim_.launchHost(task, on); });
   }
   void* allocate(std::size_t bytes, Stream stream) override {
+    const Lock lock(mutex_);
     EXPECT_FALSE(isCaptured(stream)) << "memory of the graph's own pool";
     return FaultLink::allocate(bytes, stream);
   }
 
  private:
+  using Lock = std::lock_guard<std::recursive_mutex>;
+
+  bool isOfGraph(Event event) {
+    const Lock lock(mutex_);
+    return ofGraphs_.contains(event) || (current_ && current_->recorded.contains(event));
+  }
   bool isCaptured(Stream stream) const {
     return current_ && current_->known.contains(stream.handle);
   }
@@ -159,6 +179,7 @@ class GraphLink : public FaultLink {
   }
 
   SimLink& sim_;
+  std::recursive_mutex mutex_; // of what follows
   std::unique_ptr<Graph> current_;
   std::uint64_t id_ = 0;
   int copies_ = 0;
