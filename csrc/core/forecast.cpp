@@ -69,7 +69,8 @@ Forecast::Entry& Forecast::entryOf(Block& block, Extent extent) {
 }
 
 // Goes on from an earlier occurrence of what has just been fetched, with the longest past in common; of several the one near the place
-// that was followed, or the latest, or the one where the order goes on that was left by a detour. What is new has none: what was expected instead of it still comes next.
+// that was followed, or the latest, or the one where the order goes on that was left by a detour. What is new has none: what was
+// expected instead of it still comes next.
 void Forecast::resume(std::uint64_t index) {
   std::uint64_t best = kNowhere;
   std::uint64_t longest = 0;

@@ -4,8 +4,8 @@
 // A program asks for its weights as it did the step before, but the same weight has different successors on the way forward and on
 // the way back. So the history of fetches is kept, and a place in it that is *followed*: where the present has been before. Each
 // fetch that is what comes after that place moves it on. One that is not looks for a new place: of the latest occurrences of
-// the same extent the one with the longest common past, or, where none has any, the one near the old place. A layer that is skipped, or that comes twice, so loses the thread for one
-// fetch, and one that is new does not move the place at all.
+// the same extent the one with the longest common past, or, where none has any, the one near the old place. A layer that is skipped,
+// or that comes twice, so loses the thread for one fetch, and one that is new does not move the place at all.
 //
 // How far a place is to be trusted is a count of fetches, the *run*. A fetch that was foretold adds one. One that was not leaves the
 // past in common with the new place, or, where that is a few fetches away, half of the run if that is more: a layer that is left out

@@ -16,8 +16,8 @@
 // to end; it does end, because who issues waits for nobody.
 //
 // Note [Ring and budget]
-// A Slot is on one of two accounts. What passes is charged to the ring, and leaves it in the order in which it came, what may be late last. What the
-// Schedule wants to stay, and what is newer than the host's bytes (Dirty), is charged to the budget. Slots that nothing pins are
+// A Slot is on one of two accounts. What passes is charged to the ring, and leaves it in the order in which it came, what may be late
+// last. What the Schedule wants to stay, and what is newer than the host's bytes (Dirty), is charged to the budget. Slots that nothing pins are
 // found again until their bytes are wanted. A fetch never waits for a Pin: where all of the ring is pinned it takes more memory, so
 // device bytes stay within budget + max(ring, twice the fetch at hand) + what is pinned, and what graphs have (staging.h). Memory
 // that is given up is reused in stream order, without the host. An automatic budget follows what is free: it is looked at when a

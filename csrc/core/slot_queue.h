@@ -27,8 +27,8 @@ struct ResidencyStats {
 };
 
 /// Every Slot from add() until it is retired is in one list: Dirty ones by themselves, of the others those that are pinned, and those
-/// that nothing pins by their share; the one that has been there longest is in front, but for keepLonger(). Of what is passing, results on their way home are
-/// listed apart and go after the rest, unless they take more than half of the ring; what is expected to be fetched soon goes last, but
+/// that nothing pins by their share; the one that has been there longest is in front, but for keepLonger(). Of what is passing,
+/// results on their way home are listed apart and go after the rest, unless they take more than half of the ring; what is expected to be fetched soon goes last, but
 /// before results where it takes more than half of the ring. Guarded by Residency. What is retired leaves its Block and is charged no
 /// more; its memory is the caller's to release, outside the lock.
 class SlotQueue {

@@ -70,6 +70,45 @@ TEST(Adopt, TheMemoryIsReleasedOnceAfterTheCopyHomeAndItsReaders) {
   });
 }
 
+class EventCounts final : public FaultLink {
+ public:
+  using FaultLink::FaultLink;
+  void record(Event event, Stream stream) override {
+    ++records;
+    FaultLink::record(event, stream);
+  }
+  bool query(Event event) override {
+    ++queries;
+    return FaultLink::query(event);
+  }
+  int records = 0;
+  int queries = 0;
+};
+
+TEST(Adopt, AUseOnTheStreamThatMadeItTakesNoEvent) {
+  CoreOptions options;
+  options.cache.budgetBytes = 4096; // what is made stays
+  BasicRig<EventCounts> rig(options);
+  const Stream stream = rig.sim.createStream(0);
+  const Stream other = rig.sim.createStream(0);
+  const auto block = rig.newBlock(1000);
+  rig.cache.adopt(*block, rig.newResult(stream, pattern(1, 1000)), stream);
+  EXPECT_EQ(rig.link.records, 1);
+  for (int use = 0; use < 3; ++use) {
+    const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
+    rig.readOnDevice(stream, pin.data(), 1000);
+  }
+  EXPECT_EQ(rig.link.records, 1);
+  EXPECT_EQ(rig.link.queries, 0);
+  {
+    const Pin pin = rig.cache.fetch(*block, {0, 1000}, other);
+    rig.readOnDevice(other, pin.data(), 1000);
+  }
+  EXPECT_EQ(rig.link.records, 2) << "another stream's use is waited for";
+  EXPECT_EQ(rig.cache.emptyCache(0), 1000U);
+  EXPECT_EQ(rig.read(*block), pattern(1, 1000));
+}
+
 TEST(Adopt, APartOfWhatIsHeldComesHome) {
   onEverySeed([](Rig& rig, Stream stream) {
     const auto block = rig.newBlock(1000);
