@@ -58,7 +58,7 @@ void Residency::look(Device& dev) {
     const bool wavers = dev.budget >= dev.planned && dev.budget <= dev.planned + dev.planned / 8;
     if (!wavers || dev.schedule.isStale()) plan(dev);
     dev.queue.shrink(dev.budget, retired);
-    spill(lock, dev, dev.budget);
+    spill(lock, dev, limitsOf(dev));
     dev.queue.makeRoom(0, dev.ring, retired);
   }
   release(retired);

@@ -32,6 +32,7 @@ Residency::Residency(Link& link, ResidencyOptions options)
   for (int index = 0; index < link.deviceCount(); ++index) {
     devices_.push_back(std::make_unique<Device>(
         link, events_, index, TransferOptions{options.copyDelay, options.chunkBytes, options.batchLeast}));
+    devices_.back()->queue.setWriteBuffer(writeBuffer());
   }
 }
 
@@ -239,6 +240,10 @@ std::size_t Residency::ring(std::size_t bytes) const {
   return std::max(ringBytes_, 2 * bytes);
 }
 
+std::size_t Residency::writeBuffer() const {
+  return static_cast<std::size_t>(options_.writeBufferShare * static_cast<double>(ringBytes_));
+}
+
 void Residency::warnOfRing(std::size_t bytes) {
   if (!options_.warn) return;
   options_.warn(
@@ -383,7 +388,7 @@ std::size_t Residency::emptyCache(int index) {
     Lock lock(mutex_);
     Device& dev = device(index);
     dev.addend.reset();
-    spill(lock, dev, 0);
+    spill(lock, dev, {});
     const std::size_t before = dev.queue.stats.slotBytes; // from here on nobody else changes it
     dev.queue.shrink(0, retired);
     dev.queue.makeRoom(0, 0, retired);
@@ -423,7 +428,11 @@ void Residency::setRingBytes(std::size_t bytes) {
     Lock lock(mutex_);
     ringBytes_ = bytes;
     ringIsSet_ = true;
-    for (auto& dev : devices_) dev->queue.makeRoom(0, dev->ring = bytes, retired);
+    for (auto& dev : devices_) {
+      dev->queue.setWriteBuffer(writeBuffer());
+      spill(lock, *dev, limitsOf(*dev));
+      dev->queue.makeRoom(0, dev->ring = bytes, retired);
+    }
   }
   release(retired);
 }

@@ -76,6 +76,8 @@ struct ResidencyOptions {
   std::size_t batchLeast = TransferOptions{}.leastAtOnce;
   std::size_t batchMost = std::size_t{2} << 20;
   std::size_t batchBytes = std::size_t{8} << 20;
+  /// The part of the ring in which results wait that the budget has no room for; what dies there never crosses the link.
+  double writeBufferShare = 0;
   /// For tests: gives up every Slot at its last unpin; fills memory that is given up with 0xFF, and has the bytes come back elsewhere.
   bool evictAtUnpin = false;
   bool poison = false;
@@ -253,6 +255,12 @@ class Residency {
     std::optional<Token> lastCopy;
   };
 
+  /// How much may be Dirty: so many bytes, and what the budget has left beside what stays.
+  struct DirtyLimits {
+    std::size_t writeBuffer = 0;
+    std::size_t budget = 0;
+  };
+
   /// A Slot, and the Block that it is about to get its bytes from.
   struct Copying {
     std::shared_ptr<Slot> slot;
@@ -272,10 +280,11 @@ class Residency {
   void writeHome(Lock& lock, const std::shared_ptr<Slot>& slot);
   void sendAllHome(Lock& lock, std::span<const Block* const> blocks, bool behindJobs);
   bool tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noexcept;
-  void spill(Lock& lock, Device& device, std::size_t budget) noexcept;
+  void spill(Lock& lock, Device& device, DirtyLimits limits) noexcept;
   bool isLastWrite(const Block& block) const;
   static bool isAddend(const Block& block);
-  static bool isWithin(const Device& device, std::size_t budget);
+  static bool isWithin(const Device& device, DirtyLimits limits);
+  DirtyLimits limitsOf(const Device& device) const;
   void expectRead(Block& block);
   void follow(Device& device);
   void keepExpected(Device& device);
@@ -293,6 +302,7 @@ class Residency {
   void endPass(Device& device);
   void plan(Device& device);
   std::size_t ring(std::size_t bytes) const;
+  std::size_t writeBuffer() const;
   void warnOfRing(std::size_t bytes);
   void retireStale(Block& block, Slots& retired);
   void writeThrough(Block& block, DeviceBuffer buffer, Stream producer);

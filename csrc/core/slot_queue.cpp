@@ -113,12 +113,18 @@ bool SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
   return calledBack;
 }
 
+// Results have half of the ring, those in the write buffer first.
+std::size_t SlotQueue::mostLeaving(std::size_t ring) const noexcept {
+  return ring / 2 - std::min(ring / 2, bufferedBytes());
+}
+
 bool SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) {
   bool calledBack = false;
+  const std::size_t most = mostLeaving(ring);
   while (passingBytes() + bytes > ring) {
-    if (leavingBytes_ <= ring / 2 && !passing_.empty()) {
+    if (leavingBytes_ <= most && !passing_.empty()) {
       retire(passing_.front(), retired);
-    } else if (leavingBytes_ <= ring / 2 && aheadBytes_ > ring / 2) {
+    } else if (leavingBytes_ <= most && aheadBytes_ > ring / 2) {
       const auto last = lastAhead();
       if (std::exchange(last->unused, false)) ++stats.prefetchesWasted; // the guess may have been right
       retire(last, retired);
@@ -153,7 +159,7 @@ std::shared_ptr<Slot> SlotQueue::lastAhead() const {
 }
 
 std::size_t SlotQueue::keptBytes(std::size_t ring) const {
-  return passingBytes() - idleBytes_ - leavingBytes_ + std::min(leavingBytes_, ring / 2);
+  return passingBytes() - idleBytes_ - leavingBytes_ + std::min(leavingBytes_, mostLeaving(ring));
 }
 
 void SlotQueue::expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch) {

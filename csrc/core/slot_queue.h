@@ -3,6 +3,7 @@
 
 #include "core/slot.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <utility>
@@ -28,11 +29,15 @@ struct ResidencyStats {
 
 /// Every Slot from add() until it is retired is in one list: Dirty ones by themselves, of the others those that are pinned, and those
 /// that nothing pins by their share; the one that has been there longest is in front, but for keepLonger(). Of what is passing,
-/// results on their way home are listed apart and go after the rest, unless they take more than half of the ring; what is expected to be fetched soon goes last, but
-/// before results where it takes more than half of the ring. Guarded by Residency. What is retired leaves its Block and is charged no
+/// results on their way home are listed apart and go after the rest, unless they and the write buffer take more than half of the ring;
+/// what is expected to be fetched soon goes last, but before results where it takes more than half of the ring. The write buffer is
+/// that part of the ring which the first Dirty bytes are charged to, as there are such without a budget, too. Guarded by Residency. What is retired leaves its Block and is charged no
 /// more; its memory is the caller's to release, outside the lock.
 class SlotQueue {
  public:
+  void setWriteBuffer(std::size_t bytes) noexcept {
+    writeBuffer_ = bytes;
+  }
   /// Charges a new Slot, which has one Pin.
   void add(const std::shared_ptr<Slot>& slot, Share share);
   void pin(const std::shared_ptr<Slot>& slot);
@@ -76,11 +81,15 @@ class SlotQueue {
   /// Null if there is none that nobody is busy with, but for one.
   std::shared_ptr<Slot> oldestDirty(const Slot* butFor) const;
 
+  /// Of what is Dirty, bytes that the write buffer holds.
+  std::size_t bufferedBytes() const noexcept {
+    return std::min(stats.dirtyBytes, writeBuffer_);
+  }
   std::size_t passingBytes() const noexcept {
-    return stats.slotBytes - stats.stayingBytes - stats.dirtyBytes;
+    return stats.slotBytes - budgetedBytes();
   }
   std::size_t budgetedBytes() const noexcept {
-    return stats.stayingBytes + stats.dirtyBytes;
+    return stats.stayingBytes + stats.dirtyBytes - bufferedBytes();
   }
   /// How often expectations turned out to be wrong: copies given up that had been made by then are of one wrong guess.
   std::uint64_t wrongGuesses() const noexcept {
@@ -98,7 +107,7 @@ class SlotQueue {
   std::size_t leavingBytes() const noexcept {
     return leavingBytes_;
   }
-  /// Bytes that should not make room: what is pinned, expected or, up to half of the ring, on its way home.
+  /// Bytes that should not make room: what is pinned, expected, buffered or, up to half of the ring with that, on its way home.
   std::size_t keptBytes(std::size_t ring) const;
   /// Walks every Slot; throws Error with what is broken.
   void validate(const std::function<void(const std::shared_ptr<Slot>&)>& visit) const;
@@ -108,6 +117,7 @@ class SlotQueue {
  private:
   using List = std::list<std::shared_ptr<Slot>>;
 
+  std::size_t mostLeaving(std::size_t ring) const noexcept;
   List& listOf(const Slot& slot);
   std::shared_ptr<Slot> lastAhead() const;
   std::size_t* accountOf(const Slot& slot);
@@ -122,6 +132,7 @@ class SlotQueue {
   List staying_;
   List dirty_;
   List pinned_;
+  std::size_t writeBuffer_ = 0;
   std::size_t idleBytes_ = 0; // of passing_
   std::size_t leavingBytes_ = 0;
   std::size_t aheadBytes_ = 0;

@@ -62,11 +62,11 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     if (dirtyOf(block) == slot) {
       if (leased) {
         writeHome(lock, slot);
-      } else if (block.goesHome || isLastWrite(block) || (block.purpose == Purpose::Gradient && !isWithin(dev, dev.budget))) {
+      } else if (block.goesHome || isLastWrite(block) || (block.purpose == Purpose::Gradient && !isWithin(dev, limitsOf(dev)))) {
         tryWriteHome(lock, slot);
       }
     }
-    spill(lock, dev, dev.budget);
+    spill(lock, dev, limitsOf(dev));
     if (leased) block.writers.appendTo(leasedUntil);
     slot->readers.add(slot->ready); // its producer alone has used it, and may be on another stream than the memory's home
     if (!closed_) letGo(slot, retired);
@@ -259,16 +259,21 @@ bool Residency::tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noex
 }
 
 // The one addend does not count: it is gone before a copy of it would be home, and the addition would have to fetch it again.
-bool Residency::isWithin(const Device& dev, std::size_t budget) {
+bool Residency::isWithin(const Device& dev, DirtyLimits limits) {
   const auto addend = dev.addend.lock();
   const bool there = addend && addend->share == Share::Dirty;
-  return dev.queue.budgetedBytes() - (there ? addend->buffer.bytes : 0) <= budget;
+  const std::size_t dirty = dev.queue.stats.dirtyBytes - (there ? addend->buffer.bytes : 0);
+  return dirty <= limits.writeBuffer || dirty - limits.writeBuffer + dev.queue.stats.stayingBytes <= limits.budget;
 }
 
-// Sends home what has been Dirty for longest, until the rest is within the budget. A gradient that finds no room has gone by itself: of
+Residency::DirtyLimits Residency::limitsOf(const Device& dev) const {
+  return {writeBuffer(), dev.budget};
+}
+
+// Sends home what has been Dirty for longest, until the rest is within the limits. A gradient that finds no room has gone by itself: of
 // all gradients the next micro-batch wants the newest one last, so those that are there should stay.
-void Residency::spill(Lock& lock, Device& dev, std::size_t budget) noexcept {
-  while (!isWithin(dev, budget)) {
+void Residency::spill(Lock& lock, Device& dev, DirtyLimits limits) noexcept {
+  while (!isWithin(dev, limits)) {
     const auto slot = dev.queue.oldestDirty(dev.addend.lock().get());
     if (!slot || !tryWriteHome(lock, slot)) return;
   }

@@ -34,7 +34,7 @@ inline std::size_t deviceOfTurn(std::uint64_t seed, std::size_t block, bool forw
   return seed % 3 == 0 ? 0 : seed % 3 == 1 ? block : static_cast<std::size_t>(!forward);
 }
 
-/// None, some, or what is free.
+/// None, some, or what is free; and half of the time a write buffer.
 inline void giveBudget(CoreOptions& options, Choices& choices, std::uint64_t seed) {
   SimRandom random(seed * 3 + 1);
   options.cache.headroomBytes = options.sim.deviceBytes / 4;
@@ -42,6 +42,7 @@ inline void giveBudget(CoreOptions& options, Choices& choices, std::uint64_t see
   if (choices.oneIn("automatic", 3, random)) {
     options.cache.budgetBytes.reset();
   }
+  options.cache.writeBufferShare = choices.oneIn("buffers", 2, random) ? 0.25 : 0;
 }
 
 /// Blocks are pageable where the Arena is past its limit, and have no ring where the system refuses too.

@@ -29,7 +29,8 @@ class Program {
         updates_(kind == Kind::Updates),
         faulty_(kind == Kind::Failing || ((ordered_ || shared_ || saved_ || updates_) && !jobs_ && seed % 2 == 1)),
         batches_(kind == Kind::Batches),
-        rig_(programOptions(choices_, seed, kind)) {
+        options_(programOptions(choices_, seed, kind)),
+        rig_(options_) {
     for (int device = 0; device < rig_.sim.deviceCount(); ++device) {
       streams_.push_back({device, nullptr});
       streams_.push_back(rig_.sim.createStream(device));
@@ -285,13 +286,13 @@ class Program {
     check((reinterpret_cast<std::uintptr_t>(pin.data()) - host) % kAlignment == 0, "a Slot lost its address's remainder");
     const ResidencyStats stats = rig_.cache.stats(on.device);
     const std::size_t fits = std::max(rig_.cache.ringBytes(), 2 * (part.bytes + kAlignment));
-    check(
-        stats.hits > hits || stats.slotBytes - stats.stayingBytes - stats.dirtyBytes <= fits + stats.pinnedBytes,
-        "the ring is exceeded by more than what is pinned");
+    const auto buffer = static_cast<std::size_t>(options_.cache.writeBufferShare * static_cast<double>(rig_.cache.ringBytes()));
+    const std::size_t passing = stats.slotBytes - stats.stayingBytes - stats.dirtyBytes + std::min(stats.dirtyBytes, buffer);
+    check(stats.hits > hits || passing <= fits + stats.pinnedBytes, "the ring is exceeded by more than what is pinned");
     const std::size_t dirty = stats.dirtyBytes - std::min(stats.dirtyBytes, addendBytes_[on.device]);
     check(
-        faulty_ || dirty == 0 || dirty + stats.stayingBytes <= rig_.cache.budget(on.device),
-        "there is more that is Dirty than the budget allows");
+        faulty_ || dirty <= buffer || dirty - buffer + stats.stayingBytes <= rig_.cache.budget(on.device),
+        "there is more that is Dirty than the budget and the write buffer allow");
     Held held{std::move(pin), std::make_shared<std::optional<Bytes>>(), part.bytes, {on}};
     if (from.known) *held.expected = from.at(part);
     if (from.other) from.copying.push_back(held.expected);
@@ -482,6 +483,7 @@ class Program {
   const bool batches_;
   std::size_t turn_ = 0;
   std::string wrong_;
+  const CoreOptions options_;
   ProgramRig rig_;
   std::vector<Stream> streams_; // three of each device, the first its null stream
   std::vector<Model> models_;
