@@ -58,7 +58,7 @@ void Residency::look(Device& dev) {
     const bool wavers = dev.budget >= dev.planned && dev.budget <= dev.planned + dev.planned / 8;
     if (!wavers || dev.schedule.isStale()) plan(dev);
     dev.queue.shrink(dev.budget, retired);
-    spill(lock, dev, limitsOf(dev));
+    spill(lock, dev);
     dev.queue.makeRoom(0, dev.ring, retired);
   }
   release(retired);
@@ -114,17 +114,25 @@ std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, s
   const std::size_t wanted = demand - free;
   SlotQueue& queue = dev.queue;
   Slots retired;
-  const std::size_t before = queue.stats.slotBytes;
-  const std::size_t staying = queue.stats.stayingBytes;
-  queue.shrink(queue.budgetedBytes() - std::min(staying, wanted), retired);
-  const std::size_t given = before - queue.stats.slotBytes;
-  if (given < wanted) queue.makeRoom(0, queue.passingBytes() - std::min(queue.passingBytes(), wanted - given), retired);
+  std::size_t bytes = 0;
   // Of somebody else's memory the deleter may want the GIL, which is not to be taken under the allocator's lock.
-  for (auto& slot : retired) {
-    if (slot->buffer.owner) releaseLater(slot);
+  const auto count = [&](std::size_t from) {
+    for (; from < retired.size(); ++from) {
+      if (retired[from]->buffer.owner) {
+        releaseLater(retired[from]);
+      } else {
+        bytes += retired[from]->buffer.bytes;
+      }
+    }
+  };
+  queue.shrink(queue.budgetedBytes() - std::min(queue.stats.stayingBytes, wanted), retired);
+  count(0);
+  for (std::size_t known = SIZE_MAX; bytes < wanted && retired.size() != known;) {
+    known = retired.size();
+    queue.makeRoom(0, queue.passingBytes() - std::min(queue.passingBytes(), wanted - bytes), retired);
+    count(known);
   }
   std::erase_if(retired, [](const auto& slot) { return slot->buffer.owner != nullptr; });
-  const std::size_t bytes = before - queue.stats.slotBytes;
   lock.unlock();
   release(retired);
   return bytes;

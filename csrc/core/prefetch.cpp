@@ -59,9 +59,11 @@ void Residency::follow(Device& dev) {
   const Forecast& forecast = dev.schedule.forecast();
   const std::uint64_t now = forecast.count();
   dev.queue.advance(now);
-  const bool lost = !forecast.foretold();
-  const bool anew = !forecast.stands();
-  dev.steady = lost ? std::max(dev.steady - kOneAgainst, 0) : std::min(dev.steady + 1, kMostSteady);
+  const bool noted = now != std::exchange(dev.followed, now); // what was made on the device may be no part of any order
+  const bool anew = noted && !forecast.stands();
+  if (noted) {
+    dev.steady = forecast.foretold() ? std::min(dev.steady + 1, kMostSteady) : std::max(dev.steady - kOneAgainst, 0);
+  }
   if (anew) dev.queue.expectNothing();
   if (dev.queue.wasInterrupted() || anew) dev.horizon = dev.unwritten = 0;
   const bool written = dev.unwritten <= now || !forecast.expected(dev.unwritten - now).writtenFirst;
@@ -304,6 +306,7 @@ Pin Residency::fetchAhead(Block& block, Extent extent, Stream stream) {
 Pin Residency::pinNewest(Device& dev, Block& block, Extent extent, const StreamSet& streams) {
   Lock lock(mutex_);
   if (auto slot = awaitNewest(lock, block, extent, dev.index)) {
+    slot->unused = false;
     dev.queue.pin(slot);
     lock.unlock();
     std::byte* const data = slot->data + (extent.begin - slot->extent.begin);

@@ -387,8 +387,7 @@ std::size_t Residency::emptyCache(int index) {
   {
     Lock lock(mutex_);
     Device& dev = device(index);
-    dev.addend.reset();
-    spill(lock, dev, {});
+    spill(lock, dev, true);
     const std::size_t before = dev.queue.stats.slotBytes; // from here on nobody else changes it
     dev.queue.shrink(0, retired);
     dev.queue.makeRoom(0, 0, retired);
@@ -430,7 +429,7 @@ void Residency::setRingBytes(std::size_t bytes) {
     ringIsSet_ = true;
     for (auto& dev : devices_) {
       dev->queue.setWriteBuffer(writeBuffer());
-      spill(lock, *dev, limitsOf(*dev));
+      spill(lock, *dev);
       dev->queue.makeRoom(0, dev->ring = bytes, retired);
     }
   }

@@ -186,9 +186,10 @@ class Residency {
   std::size_t emptyCache(int device);
   /// Returns the host memory of the rings that pageable memory is copied through, after waiting for its last uses.
   void trimRings();
-  /// Gives up Slots that are Clean and that nothing pins until `free` and their bytes make what is demanded; their bytes. Takes no
-  /// lock that is held, and neither waits nor allocates: for PyTorch's allocator, which calls this while it holds its own and does
-  /// not say how much it wants. Called now and then it gives `most`; called in every pass it gives `usual`, and an automatic budget
+  /// Gives up Slots that are Clean and that nothing pins until `free` and their bytes make what is demanded; their bytes. Memory that is
+  /// PyTorch's own goes a little later, and does not count. Where another thread is busy here it gives nothing; it never waits for
+  /// the device or the GIL, and allocates no device memory: for PyTorch's allocator, which calls this while it holds its own lock and
+  /// does not say how much it wants. Called now and then it gives `most`; called in every pass it gives `usual`, and an automatic budget
   /// leaves that much free from then on, and no more than `kept`, while it is called.
   std::size_t relieve(int device, std::size_t free, std::size_t usual, std::size_t most, std::size_t kept = SIZE_MAX) noexcept;
   /// Waits for every copy of this Residency; afterwards, with `close`, Pins are let go without touching the device. Throws what
@@ -241,9 +242,9 @@ class Residency {
     std::uint64_t pause = 0; // how long it might not, last time
     std::uint64_t wrongGuesses = 0; // that `patience` has been told of
     std::uint64_t wrongCopies = 0; // and copies
+    std::uint64_t followed = 0; // the number of the last fetch that `steady` has been told of
     int steady = 0; // how well the order could be foretold of late
     Token lastCopy; // of the last copy to the device
-    std::weak_ptr<Slot> addend; // the last result that is only to be added to a gradient
     std::shared_ptr<Staging> staging; // from the first capture of a graph on, as is the next
     std::shared_ptr<HeldCopies> held;
   };
@@ -253,12 +254,6 @@ class Residency {
   struct Ahead {
     std::vector<Pin> batch;
     std::optional<Token> lastCopy;
-  };
-
-  /// How much may be Dirty: so many bytes, and what the budget has left beside what stays.
-  struct DirtyLimits {
-    std::size_t writeBuffer = 0;
-    std::size_t budget = 0;
   };
 
   /// A Slot, and the Block that it is about to get its bytes from.
@@ -280,11 +275,10 @@ class Residency {
   void writeHome(Lock& lock, const std::shared_ptr<Slot>& slot);
   void sendAllHome(Lock& lock, std::span<const Block* const> blocks, bool behindJobs);
   bool tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noexcept;
-  void spill(Lock& lock, Device& device, DirtyLimits limits) noexcept;
+  void spill(Lock& lock, Device& device, bool all = false) noexcept;
   bool isLastWrite(const Block& block) const;
   static bool isAddend(const Block& block);
-  static bool isWithin(const Device& device, DirtyLimits limits);
-  DirtyLimits limitsOf(const Device& device) const;
+  static bool isWithin(const Device& device);
   void expectRead(Block& block);
   void follow(Device& device);
   void keepExpected(Device& device);

@@ -42,6 +42,7 @@ void SlotQueue::charge(Slot& slot, Share share) {
 }
 
 void SlotQueue::discharge(Slot& slot) {
+  if (&slot == addend_) addend_ = nullptr;
   if (auto* account = accountOf(slot)) *account -= slot.buffer.bytes;
 }
 
@@ -195,9 +196,9 @@ void SlotQueue::sort(const std::function<bool(const Slot&)>& stays) {
   }
 }
 
-std::shared_ptr<Slot> SlotQueue::oldestDirty(const Slot* butFor) const {
-  const auto found = std::find_if(dirty_.begin(), dirty_.end(), [butFor](const auto& slot) {
-    return slot.get() != butFor && slot->state == SlotState::Dirty && slot->block->issuing == 0;
+std::shared_ptr<Slot> SlotQueue::oldestDirty(bool addendToo) const {
+  const auto found = std::find_if(dirty_.begin(), dirty_.end(), [&](const auto& slot) {
+    return (addendToo || slot.get() != addend_) && slot->state == SlotState::Dirty && slot->block->issuing == 0;
   });
   return found == dirty_.end() ? nullptr : *found;
 }

@@ -31,12 +31,18 @@ struct ResidencyStats {
 /// that nothing pins by their share; the one that has been there longest is in front, but for keepLonger(). Of what is passing,
 /// results on their way home are listed apart and go after the rest, unless they and the write buffer take more than half of the ring;
 /// what is expected to be fetched soon goes last, but before results where it takes more than half of the ring. The write buffer is
-/// that part of the ring which the first Dirty bytes are charged to, as there are such without a budget, too. Guarded by Residency. What is retired leaves its Block and is charged no
+/// that part of the ring which the first Dirty bytes are charged to, as there are such without a budget, too. It has room for one
+/// addend of whatever size: a result that is only to be added to a gradient is gone before a copy of it would be home, and the addition
+/// would have to fetch it again. Guarded by Residency. What is retired leaves its Block and is charged no
 /// more; its memory is the caller's to release, outside the lock.
 class SlotQueue {
  public:
   void setWriteBuffer(std::size_t bytes) noexcept {
     writeBuffer_ = bytes;
+  }
+  /// A Dirty Slot is the last addend.
+  void setAddend(const Slot& slot) noexcept {
+    addend_ = &slot;
   }
   /// Charges a new Slot, which has one Pin.
   void add(const std::shared_ptr<Slot>& slot, Share share);
@@ -78,12 +84,12 @@ class SlotQueue {
   void shrink(std::size_t budget, Slots& retired);
   /// Lets those pass of which `stays` is false.
   void sort(const std::function<bool(const Slot&)>& stays);
-  /// Null if there is none that nobody is busy with, but for one.
-  std::shared_ptr<Slot> oldestDirty(const Slot* butFor) const;
+  /// Null if there is none that nobody is busy with. The addend only if it is to be, too.
+  std::shared_ptr<Slot> oldestDirty(bool addendToo) const;
 
   /// Of what is Dirty, bytes that the write buffer holds.
   std::size_t bufferedBytes() const noexcept {
-    return std::min(stats.dirtyBytes, writeBuffer_);
+    return std::min(stats.dirtyBytes, addend_ != nullptr ? std::max(writeBuffer_, addend_->buffer.bytes) : writeBuffer_);
   }
   std::size_t passingBytes() const noexcept {
     return stats.slotBytes - budgetedBytes();
@@ -133,6 +139,7 @@ class SlotQueue {
   List dirty_;
   List pinned_;
   std::size_t writeBuffer_ = 0;
+  const Slot* addend_ = nullptr; // while it is Dirty
   std::size_t idleBytes_ = 0; // of passing_
   std::size_t leavingBytes_ = 0;
   std::size_t aheadBytes_ = 0;

@@ -57,13 +57,13 @@ struct Token::Record {
   // Recorded when first asked for where the Link refused earlier: a later place on the stream tells no less.
   Event recordedEvent() {
     if (Event known = event.load()) return known;
-    // An event of a capture is none of ours, and whoever waited for it would become part of the graph.
-    if (deferred && pool->link.capturing(stream)) throw Error("offload: no event may be recorded during capture.");
+    refuseCapture();
     Event fresh = pool->take(stream.device);
     Event known = nullptr;
     begun.store(true);
     try {
       pool->link.record(fresh, stream);
+      refuseCapture(); // which another thread may have begun between the two
     } catch (...) {
       pool->giveBack(stream.device, fresh);
       throw;
@@ -75,6 +75,11 @@ struct Token::Record {
     }
     pool->giveBack(stream.device, fresh);
     return known;
+  }
+
+  // An event of a capture is none of ours, and whoever waited for it would become part of the graph.
+  void refuseCapture() const {
+    if (deferred && pool->link.capturing(stream)) throw Error("offload: no event may be recorded during capture.");
   }
 
   const std::shared_ptr<EventPool::Shared> pool;

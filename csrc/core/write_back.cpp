@@ -50,7 +50,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     retireStale(block, retired);
     block.slots.push_back(slot);
     dev.queue.move(slot, Share::Dirty);
-    if (isAddend(block)) dev.addend = slot;
+    if (isAddend(block)) dev.queue.setAddend(*slot);
     ++block.adoptions;
     if (!retired.empty()) {
       lock.unlock();
@@ -62,11 +62,11 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     if (dirtyOf(block) == slot) {
       if (leased) {
         writeHome(lock, slot);
-      } else if (block.goesHome || isLastWrite(block) || (block.purpose == Purpose::Gradient && !isWithin(dev, limitsOf(dev)))) {
+      } else if (block.goesHome || isLastWrite(block) || (block.purpose == Purpose::Gradient && !isWithin(dev))) {
         tryWriteHome(lock, slot);
       }
     }
-    spill(lock, dev, limitsOf(dev));
+    spill(lock, dev);
     if (leased) block.writers.appendTo(leasedUntil);
     slot->readers.add(slot->ready); // its producer alone has used it, and may be on another stream than the memory's home
     if (!closed_) letGo(slot, retired);
@@ -155,6 +155,9 @@ void Residency::bringHome(const Pin& pin, Stream producer) {
   if (slot->block != block || block->version != before + 1) return;
   slot->version = block->version;
   slot->ready = written;
+  if (slot->state != SlotState::Dirty) return;
+  slot->become(SlotState::WritingBack); // which the store was
+  slot->become(SlotState::Clean);
 }
 
 std::shared_ptr<void> Residency::takeBack(Pin& pin, Stream stream) {
@@ -258,23 +261,15 @@ bool Residency::tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noex
   }
 }
 
-// The one addend does not count: it is gone before a copy of it would be home, and the addition would have to fetch it again.
-bool Residency::isWithin(const Device& dev, DirtyLimits limits) {
-  const auto addend = dev.addend.lock();
-  const bool there = addend && addend->share == Share::Dirty;
-  const std::size_t dirty = dev.queue.stats.dirtyBytes - (there ? addend->buffer.bytes : 0);
-  return dirty <= limits.writeBuffer || dirty - limits.writeBuffer + dev.queue.stats.stayingBytes <= limits.budget;
+bool Residency::isWithin(const Device& dev) {
+  return dev.queue.stats.dirtyBytes == dev.queue.bufferedBytes() || dev.queue.budgetedBytes() <= dev.budget;
 }
 
-Residency::DirtyLimits Residency::limitsOf(const Device& dev) const {
-  return {writeBuffer(), dev.budget};
-}
-
-// Sends home what has been Dirty for longest, until the rest is within the limits. A gradient that finds no room has gone by itself: of
+// Sends home what has been Dirty for longest, until the write buffer and the budget hold the rest. A gradient that finds no room has gone by itself: of
 // all gradients the next micro-batch wants the newest one last, so those that are there should stay.
-void Residency::spill(Lock& lock, Device& dev, DirtyLimits limits) noexcept {
-  while (!isWithin(dev, limits)) {
-    const auto slot = dev.queue.oldestDirty(dev.addend.lock().get());
+void Residency::spill(Lock& lock, Device& dev, bool all) noexcept {
+  while (all || !isWithin(dev)) {
+    const auto slot = dev.queue.oldestDirty(all);
     if (!slot || !tryWriteHome(lock, slot)) return;
   }
 }

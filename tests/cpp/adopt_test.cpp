@@ -322,6 +322,32 @@ TEST(Store, StoresFromSeveralStreamsKeepTheirOrder) {
   });
 }
 
+// As by a kernel that the glue doesn't see through, a launch of Triton's.
+TEST(Adopt, WhatIsChangedWhereItWasMadeIsFoundThere) {
+  CoreOptions options;
+  options.cache.budgetBytes = 16'000;
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    options.sim.seed = seed;
+    Rig rig(options);
+    const Stream stream = rig.sim.createStream(0);
+    const auto block = rig.newBlock(1000);
+    rig.cache.adopt(*block, rig.newResult(stream, pattern(1, 1000)), stream);
+    {
+      const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
+      rig.writeOnDevice(stream, pin.data(), pattern(2, 1000));
+      rig.cache.bringHome(pin, stream);
+    }
+    rig.cache.validate();
+    const Pin again = rig.cache.fetch(*block, {0, 1000}, rig.sim.createStream(0));
+    EXPECT_EQ(rig.cache.stats(0).hits, 2U);
+    EXPECT_EQ(rig.cache.transferStats(0).bytesToDevice, 0U);
+    EXPECT_EQ(rig.read(*block), pattern(2, 1000));
+    rig.sim.drain();
+    EXPECT_EQ(std::memcmp(again.data(), pattern(2, 1000).data(), 1000), 0);
+    ASSERT_FALSE(testing::Test::HasFailure()) << "seed " << seed;
+  }
+}
+
 TEST(Adopt, WhatNobodyElseCanSeeIsGivenBack) {
   CoreOptions options;
   options.cache.budgetBytes = 16'000;
@@ -358,6 +384,16 @@ TEST(Adopt, WhatNobodyElseCanSeeIsGivenBack) {
     const Pin second = rig.cache.fetch(*block, {0, 1000}, stream);
     block = nullptr;
     EXPECT_EQ(rig.cache.takeBack(pin, stream), nullptr) << "there is another Pin";
+  }
+  {
+    auto [pin, block] = fetched(stream);
+    {
+      const Pin second = rig.cache.fetch(*block, {0, 1000}, other);
+      rig.readOnDevice(other, second.data(), 1000);
+    }
+    block = nullptr;
+    EXPECT_EQ(rig.cache.takeBack(pin, stream), nullptr) << "another stream may be reading it still";
+    EXPECT_TRUE(pin);
   }
   {
     const auto block = rig.newBlock(pattern(3, 1000));

@@ -199,6 +199,35 @@ TEST_F(Budget, IsGivenBackWhereAnAllocatorAsks) {
   EXPECT_EQ(pass(), 7 * kBytes);
 }
 
+// Whose memory the allocator has itself: it goes later, as it may not go under the allocator's lock.
+TEST_F(Budget, WhatIsOwnedElsewhereDoesNotCountWhereAnAllocatorAsks) {
+  rig_ = std::make_unique<Rig>(withBudget(0, 4 * kBytes));
+  for (std::size_t k = 0; k < 2; ++k) {
+    layers_.push_back(rig_->newBlock(kBytes));
+    adopt(*layers_.back(), k);
+  }
+  for (std::size_t k = 2; k < 4; ++k) {
+    layers_.push_back(rig_->newBlock(value(k)));
+    rig_->cache.fetch(*layers_.back(), {0, kBytes}, {});
+  }
+  EXPECT_EQ(rig_->owned, 2);
+  EXPECT_EQ(rig_->cache.relieve(0, 0, 0, 2 * kBytes), 2 * kBytes);
+  EXPECT_EQ(rig_->sim.bytesInUse(0), 2 * kBytes) << "of results, which nobody has freed yet";
+  for (std::size_t k = 0; k < 4; ++k) EXPECT_EQ(rig_->read(*layers_[k]), value(k));
+}
+
+TEST_F(Budget, WhatIsOnlyToBeAddedToAGradientTakesNothingOfWhatStays) {
+  make(2 * kBytes, 2);
+  pass();
+  EXPECT_EQ(pass(), 0U);
+  const auto addend = rig_->newBlock(kBytes, Born::Device);
+  addend->derivedFrom = this;
+  adopt(*addend, 7);
+  EXPECT_EQ(pass(), 0U);
+  EXPECT_EQ(pass(), 0U);
+  EXPECT_EQ(home(), 0U);
+}
+
 TEST_F(Budget, WhatAnAllocatorAsksForOftenIsLeftFree) {
   make(std::nullopt, 40);
   pass();

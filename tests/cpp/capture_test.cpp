@@ -14,8 +14,10 @@ class CapturingLink final : public FaultLink {
   }
   void record(Event event, Stream stream) override {
     EXPECT_FALSE(stream == captured);
+    if (beforeRecord) std::exchange(beforeRecord, nullptr)(stream);
     FaultLink::record(event, stream);
   }
+  std::function<void(Stream)> beforeRecord;
   Stream captured{-1, nullptr};
 };
 
@@ -76,6 +78,27 @@ TEST(Capture, NothingOfACaptureIsWaitedFor) {
     EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
     rig.sim.drain();
   }
+}
+
+// A capture that another thread begins while an event is being recorded for a deferred token.
+TEST(Capture, WhatBeginsMeanwhileIsNotWaitedFor) {
+  CoreOptions options;
+  options.cache.budgetBytes = 1 << 20;
+  BasicRig<CapturingLink> rig(options);
+  const Stream stream = rig.sim.createStream(0);
+  const auto block = rig.newBlock(pattern(1, 1000));
+  {
+    const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
+    rig.readOnDevice(stream, pin.data(), 1000);
+  }
+  rig.link.beforeRecord = [&rig](Stream on) { rig.link.captured = on; };
+  rig.cache.emptyCache(0); // asks the reader's token
+  EXPECT_EQ(rig.link.captured, stream);
+  EXPECT_GT(rig.sim.bytesInUse(0), 0U) << "kept until its uses can be ordered";
+  rig.link.captured.device = -1;
+  rig.cache.emptyCache(0);
+  EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
+  rig.sim.drain();
 }
 
 } // namespace

@@ -287,11 +287,12 @@ class Program {
     const ResidencyStats stats = rig_.cache.stats(on.device);
     const std::size_t fits = std::max(rig_.cache.ringBytes(), 2 * (part.bytes + kAlignment));
     const auto buffer = static_cast<std::size_t>(options_.cache.writeBufferShare * static_cast<double>(rig_.cache.ringBytes()));
+    const std::size_t buffered = std::min(stats.dirtyBytes, std::max(buffer, addendBytes_[on.device]));
     const std::size_t passing = stats.slotBytes - stats.stayingBytes - stats.dirtyBytes + std::min(stats.dirtyBytes, buffer);
     check(stats.hits > hits || passing <= fits + stats.pinnedBytes, "the ring is exceeded by more than what is pinned");
-    const std::size_t dirty = stats.dirtyBytes - std::min(stats.dirtyBytes, addendBytes_[on.device]);
     check(
-        faulty_ || dirty <= buffer || dirty - buffer + stats.stayingBytes <= rig_.cache.budget(on.device),
+        faulty_ || stats.dirtyBytes == buffered ||
+            stats.dirtyBytes - buffered + stats.stayingBytes <= rig_.cache.budget(on.device),
         "there is more that is Dirty than the budget and the write buffer allow");
     Held held{std::move(pin), std::make_shared<std::optional<Bytes>>(), part.bytes, {on}};
     if (from.known) *held.expected = from.at(part);
@@ -479,7 +480,7 @@ class Program {
   const bool jobs_;
   const bool updates_;
   const bool faulty_;
-  std::map<int, std::size_t> addendBytes_; // of the last one on a device, which takes no room of the budget
+  std::map<int, std::size_t> addendBytes_; // of the last one on a device, for which the write buffer has room
   const bool batches_;
   std::size_t turn_ = 0;
   std::string wrong_;

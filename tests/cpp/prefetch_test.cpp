@@ -94,6 +94,30 @@ TEST_F(Prefetch, CopiesRunWhileTheHostWaits) {
   checkValues();
 }
 
+// What was made on a device is no part of the order before it has been fetched often, as activations are not.
+TEST_F(Prefetch, FetchesThatAreNoPartOfTheOrderSayNothingAboutIt) {
+  make(10, 6);
+  const auto result = [this](std::uint64_t tag) {
+    auto block = rig_->newBlock(kBytes, Born::Device);
+    rig_->cache.adopt(*block, rig_->newResult(stream_, pattern(tag, kBytes)), stream_);
+    return block;
+  };
+  for (int step = 0; step < 4; ++step) forward();
+  const auto other = rig_->newBlock(pattern(50, kBytes));
+  use(0);
+  use(1);
+  (void)rig_->cache.fetch(*other, {0, kBytes}, stream_);
+  for (std::uint64_t k = 0; k < 20; ++k) {
+    const auto made = result(100 + k);
+    (void)rig_->cache.fetch(*made, {0, kBytes}, stream_);
+  }
+  const std::uint64_t hits = stats().hits;
+  for (std::size_t k = 2; k < 10; ++k) use(k);
+  EXPECT_EQ(stats().hits, hits + 8);
+  EXPECT_EQ(stats().prefetchesWasted, 0U);
+  checkValues();
+}
+
 // Layers that begin with a small weight: what is ahead by then leaves no room in its half for one of the others.
 TEST_F(Prefetch, AnIdleLinkGetsACopyWithTheFirstFetch) {
   make(10, 6);
