@@ -83,6 +83,7 @@ void Residency::setBudget(std::optional<std::size_t> bytes) {
     Lock lock(mutex_);
     budgetBytes_ = bytes;
     for (auto& dev : devices_) {
+      dev->queue.setWriteBuffer(writeBuffer());
       dev->lookDue = true;
       dev->lastLook = {};
     }

@@ -76,7 +76,8 @@ struct ResidencyOptions {
   std::size_t batchLeast = TransferOptions{}.leastAtOnce;
   std::size_t batchMost = std::size_t{2} << 20;
   std::size_t batchBytes = std::size_t{8} << 20;
-  /// The part of the ring in which results wait that the budget has no room for; what dies there never crosses the link.
+  /// The part of the ring in which results wait that the budget has no room for; what dies there never crosses the link. None with a
+  /// budget of zero.
   double writeBufferShare = 0;
   /// For tests: gives up every Slot at its last unpin; fills memory that is given up with 0xFF, and has the bytes come back elsewhere.
   bool evictAtUnpin = false;

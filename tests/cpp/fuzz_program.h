@@ -288,7 +288,8 @@ class Program {
     const std::size_t fits = std::max(rig_.cache.ringBytes(), 2 * (part.bytes + kAlignment));
     const auto buffer = static_cast<std::size_t>(options_.cache.writeBufferShare * static_cast<double>(rig_.cache.ringBytes()));
     const std::size_t buffered = std::min(stats.dirtyBytes, std::max(buffer, addendBytes_[on.device]));
-    const std::size_t passing = stats.slotBytes - stats.stayingBytes - stats.dirtyBytes + std::min(stats.dirtyBytes, buffer);
+    const std::size_t inRing = faulty_ ? 0 : std::min(stats.dirtyBytes, buffer);
+    const std::size_t passing = stats.slotBytes - stats.stayingBytes - stats.dirtyBytes + inRing;
     check(stats.hits > hits || passing <= fits + stats.pinnedBytes, "the ring is exceeded by more than what is pinned");
     check(
         faulty_ || stats.dirtyBytes == buffered ||

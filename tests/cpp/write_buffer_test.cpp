@@ -9,7 +9,7 @@ using namespace core_test;
 constexpr std::size_t kBytes = 1024;
 
 /// With room for two results, of a ring for eight.
-CoreOptions withBuffer(std::size_t budget = 0) {
+CoreOptions withBuffer(std::size_t budget = 1) {
   CoreOptions options = ringOf(8 * kBytes);
   options.cache.budgetBytes = budget;
   options.cache.writeBufferShare = 0.25;
@@ -144,6 +144,25 @@ TEST(WriteBuffer, IsEmptiedWithTheCacheAndGoesWithTheRing) {
         EXPECT_EQ(sentHome(rig), 2U);
         rig.cache.setRingBytes(0);
         EXPECT_EQ(sentHome(rig), 3U);
+        EXPECT_EQ(rig.read(*second), pattern(2, kBytes));
+        EXPECT_EQ(rig.read(*third), pattern(3, kBytes));
+      },
+      withBuffer());
+}
+
+TEST(WriteBuffer, ABudgetOfNothingWritesThrough) {
+  onEverySeed(
+      [](Rig& rig, Stream stream) {
+        const auto first = newResult(rig, stream, 1);
+        EXPECT_EQ(sentHome(rig), 0U);
+        rig.cache.setBudget(0);
+        EXPECT_EQ(sentHome(rig), 1U);
+        const auto second = newResult(rig, stream, 2);
+        EXPECT_EQ(sentHome(rig), 2U);
+        rig.cache.setBudget(1);
+        const auto third = newResult(rig, stream, 3);
+        EXPECT_EQ(sentHome(rig), 2U);
+        EXPECT_EQ(rig.read(*first), pattern(1, kBytes));
         EXPECT_EQ(rig.read(*second), pattern(2, kBytes));
         EXPECT_EQ(rig.read(*third), pattern(3, kBytes));
       },
