@@ -38,6 +38,7 @@ class Aliases {
       alias = tensorOver(found->second, c10::kCPU, tensor, tensor.storage_offset());
       // List operations bump the versions of what they write to by themselves.
       shareVersionCounter(tensor, alias);
+      sources_.push_back(tensor);
     }
     return alias;
   }
@@ -47,6 +48,7 @@ class Aliases {
   }
 
  private:
+  std::vector<at::Tensor> sources_; // of which the stack may have been the only owner
   std::vector<HostLease> leases_;
   std::unordered_map<const c10::StorageImpl*, c10::Storage> storages_;
   std::unordered_map<const c10::TensorImpl*, at::Tensor> tensors_;

@@ -239,7 +239,9 @@ void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Devi
 
 at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device computed) {
   // Tensors without memory of their own: the dispatcher leads to what is inside.
-  if (tracing() || result.key_set().has(c10::DispatchKey::FuncTorchGradWrapper)) return callStash(result, home);
+  constexpr c10::DispatchKeySet wrappers{
+      c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched};
+  if (tracing() || result.key_set().has_any(wrappers)) return callStash(result, home);
   at::Tensor stashed;
   {
     at::AutoDispatchBelowADInplaceOrView below;

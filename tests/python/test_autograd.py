@@ -343,3 +343,15 @@ def test_hessian_by_weights():
         return torch.func.hessian(lambda w: (w.sin() * w).sum())(w)
 
     same(run)
+
+
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_vectorized_forward_mode(feed):
+    def run(device):
+        w = torch.randn(2, 3).to(device)
+        x = torch.randn(3).to(device if feed == "offload" else COMPUTE)
+        return torch.autograd.functional.jacobian(
+            lambda x: (w * x).exp().sum(0), x, vectorize=True, strategy="forward-mode"
+        )
+
+    same(run)

@@ -307,3 +307,11 @@ def test_numpy():
     assert t.cpu().numpy().tolist() == numbers((3, 4), torch.float32).tolist()
     assert t.tolist() == numbers((3, 4), torch.float32).tolist()
     assert_same(torch.from_numpy(t.cpu().numpy()).to("offload"), t)
+
+
+@pytest.mark.parametrize(("source", "target"), [(OFFLOAD, CPU), (CPU, OFFLOAD), (OFFLOAD, OFFLOAD), (COMPUTE, OFFLOAD)])
+def test_shapes_of_empty_targets_count(source, target):
+    empty = torch.empty(3, 0, device=target)
+    with pytest.raises(RuntimeError, match=r"\[3, 2\].*\[3, 0\]|must match"):
+        empty.copy_(torch.ones(3, 2, device=source))
+    assert empty.copy_(torch.ones(3, 1, device=source)).shape == (3, 0)

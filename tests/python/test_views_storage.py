@@ -290,3 +290,47 @@ def test_an_offset_into_the_storage(offset, feed):
         return copy, scattered, weight.grad
 
     same(run)
+
+
+@pytest.mark.parametrize("size", [2, 1000])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a, b: a.add_(b.conj()),
+        lambda a, b: a.mul_(b.conj().imag),
+        lambda a, b: a.addcmul_(b.conj(), b, value=2),
+        lambda a, b: torch._foreach_add_([a], [b.conj()]),
+        lambda a, b: torch.add(b.conj(), b, out=a),
+        lambda a, b: a.real.add_(torch._neg_view(b.imag)),
+    ],
+    ids=["add", "mul", "addcmul", "foreach", "out", "neg"],
+)
+def test_a_write_reads_what_is_conjugate(write, size):
+    """PyTorch gives the operation a resolved copy of it, which nobody else holds."""
+
+    def run(device):
+        a, b = torch.randn(2, size, dtype=torch.complex64).unbind()
+        a, b = a.to(device), b.to(device)
+        write(a, b)
+        return a, b
+
+    same(run, truth=CPU)
+
+
+def test_gradients_that_are_conjugate():
+    def run(device):
+        x = torch.randn(33).to(device).requires_grad_()
+        y = torch.fft.fft(x)
+        (y * y.conj()).real.sum().backward()
+        return x.grad
+
+    same(run)
+
+
+def test_a_list_that_names_a_tensor_twice():
+    def run(device):
+        x = torch.arange(3.0).to(device)
+        torch._foreach_add_([x, x], [torch.ones(3, device=COMPUTE)] * 2)
+        return x
+
+    same(run, truth=CPU)

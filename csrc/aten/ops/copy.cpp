@@ -9,6 +9,7 @@
 #include "aten/placement.h"
 #include "compat/registration.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/empty_strided.h>
 
@@ -68,7 +69,12 @@ bool copyThere(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Tensor copyFrom(const at::Tensor& self, const at::Tensor& to, bool /*nonBlocking*/) {
-  if (to.numel() == 0) return to;
+  if (to.numel() == 0) {
+    TORCH_CHECK(
+        at::is_expandable_to(self.sizes(), to.sizes()), "offload: a tensor of shape ", self.sizes(),
+        " can't be copied into one of shape ", to.sizes(), ".");
+    return to;
+  }
   if (isOffload(self) && to.is_cuda()) {
     const_cast<at::Tensor&>(to).copy_(fetchTo(self, to.device()));
   } else if (self.is_cuda()) {
