@@ -25,7 +25,8 @@ def _after(name: str, claim: Callable[..., None]) -> None:
     @functools.wraps(original)
     def method(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        claim(self, *args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():  # which cannot trace a claim
+            claim(self, *args, **kwargs)
         return result
 
     setattr(torch.nn.Module, name, method)
