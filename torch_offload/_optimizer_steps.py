@@ -171,4 +171,8 @@ def install() -> None:
         for prefix, wrap in (("_single_tensor_", _piece_by_piece), ("_fused_", _one_by_one)):
             algorithm = getattr(module, prefix + name, None)
             if algorithm is not None:
-                setattr(module, prefix + name, wrap(algorithm))
+                wrapped: Any = wrap(algorithm)
+                # TorchScript compiles the algorithm itself: it would look for the algorithm's names among those of this file.
+                wrapped.__script_if_tracing_wrapper = True
+                wrapped.__original_fn = algorithm
+                setattr(module, prefix + name, wrapped)

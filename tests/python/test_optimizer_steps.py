@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 import torch
-from helpers import CPU, OFFLOAD
+from helpers import CPU, OFFLOAD, passes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -254,3 +254,20 @@ def test_a_program_says_what_does_not_fit():
             program.run(operands)
     program.run([a, b])
     assert (a.cpu() == 3).all()
+
+
+def test_torchscript_compiles_the_algorithms_themselves():
+    """PyTorch's functional optimizers are scripted when they are imported, which may be after a step on offload."""
+    passes("""
+        import warnings
+        import torch, torch_offload
+        warnings.simplefilter("ignore")
+        for name in ("AdamW", "SGD", "Adagrad", "Adadelta", "RMSprop", "Adamax", "Rprop"):
+            parameter = torch.nn.Parameter(torch.zeros(2, device="offload"))
+            parameter.grad = torch.ones_like(parameter)
+            getattr(torch.optim, name)([parameter]).step()
+        from torch.distributed.optim.functional_adamw import _FunctionalAdamW
+        plain = torch.nn.Parameter(torch.zeros(2))
+        torch.jit.script(_FunctionalAdamW)([plain]).step([torch.ones(2)])
+        assert plain.tolist() != [0, 0]
+    """)
