@@ -302,10 +302,11 @@ bool isComposite(const c10::OperatorHandle& op) {
 }
 
 // Of a composite operation: whether its parts, which are intercepted too, would give other bits than the device does. The device
-// may have a kernel for the whole (`silu_backward`).
+// may have a kernel for the whole (`silu_backward`), and autocast another dtype (`cross_entropy_loss`, where the CPU computes).
 bool isTakenWhole(const c10::OperatorHandle& op) {
   return kDeviceMinded.contains(op.schema().name()) || op.hasKernelForDispatchKey(DispatchKey::AutocastCUDA) ||
-      op.hasKernelForDispatchKey(DispatchKey::CPU) || op.hasKernelForDispatchKey(DispatchKey::CUDA);
+      op.hasKernelForDispatchKey(DispatchKey::AutocastCPU) || op.hasKernelForDispatchKey(DispatchKey::CPU) ||
+      op.hasKernelForDispatchKey(DispatchKey::CUDA);
 }
 
 } // namespace

@@ -24,6 +24,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <mutex>
 
 namespace offload {
@@ -59,7 +60,8 @@ void copyBack(const Written& written, c10::Device computed) {
   // What the schema hides is no write to autograd either: no history.
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   if (written.argument.hidden) below.emplace();
-  if (written.argument.out && written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
+  // Not only of `out=`: statistics of quantisation get their size when there are channels to count.
+  if (written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
   const bool recorded = recordsGraph() && (written.source.requires_grad() || written.work.requires_grad());
   const bool replaced = !recorded && !tracing() && replaceValue(written.source, written.work, computed);
   if (!replaced && !rewrite(written.source, written.work, computed)) {
@@ -100,6 +102,8 @@ void callFetched(
     const bool lowered = lower && !argument.written && needsLowering(tensor, *lower);
     auto value = lowered ? fetchLowered(tensor, placement.compute, *lower) : fetch(tensor, placement.compute);
     if (argument.written || (argument.hidden && hiddenWrites)) {
+      const auto again = std::ranges::find_if(writes, [&](const Written& one) { return one.source.is_same(tensor); });
+      if (again != writes.end()) return again->work; // a list may name one twice
       writes.push_back({tensor, value.clone(), argument});
       return writes.back().work;
     }
@@ -227,9 +231,13 @@ class AutogradKernel final : public c10::OperatorKernel {
     if ((traits_->decomposes || late) && !whole) return below_.callBoxed(op, keys, stack);
     const Placement placement = placeAboveAutograd(operands, placedEffect(*traits_, *stack));
     // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.
-    if (traits_->effect == Effect::InPlace && (placement.toOffload || !(isCached(placement.compute) || recordsGraph()))) {
-      // A composite one has none.
-      if (!traits_->composite || (recordsGraph() && operands.requiresGrad)) return below_.callBoxed(op, keys, stack);
+    // Beside tensors of the device that computes it is written on what is fetched; while tracing always, as the fake tensors below see
+    // two devices.
+    const bool fetched = isCached(placement.compute) || recordsGraph() || tracing();
+    if (traits_->effect == Effect::InPlace && (placement.toOffload || !fetched)) {
+      // A composite one has none, and is traced in its parts.
+      const bool recorded = recordsGraph() && operands.requiresGrad;
+      if (!traits_->composite || tracing() || recorded) return below_.callBoxed(op, keys, stack);
       return runBelowAutograd(op, *traits_, operands, *stack);
     }
     runFetched(op, *traits_, placement, *stack);

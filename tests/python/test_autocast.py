@@ -383,3 +383,28 @@ def test_autocast_as_a_decorator():
         return layer(x)
 
     assert forward(torch.randn(5, 6).to(COMPUTE)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: F.cross_entropy(x, y),
+        lambda x, y: F.cross_entropy(x, x.softmax(-1)),
+        lambda x, y: torch.quantile(x.float() if GPU else x, 0.3),
+        lambda x, y: torch.fft.rfft(x.float() if GPU else x),
+        lambda x, y: F.adaptive_avg_pool3d(x.view(1, 2, 2, 4, 4), 2) if not GPU else x,
+    ],
+    ids=["cross_entropy", "of probabilities", "quantile", "rfft", "pool"],
+)
+def test_lists_of_whole_operations(function):
+    """What is made of others has a place of its own in the CPU's lists."""
+
+    def run(device):
+        x = torch.randn(8, 8).bfloat16().to(device).requires_grad_()
+        y = torch.randint(0, 8, (8,)).to(device)
+        with torch.autocast(KIND, torch.bfloat16):
+            result = function(x, y)
+        torch.view_as_real(result).sum().backward() if result.is_complex() else result.float().sum().backward()
+        return result, x.grad
+
+    same(run)

@@ -138,3 +138,12 @@ def test_training_against_eager():
         torch.testing.assert_close(grads(model), grads(plain), check_device=False)
         for optimizer in optimizers:
             optimizer.step()
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_numbers_that_are_read():
+    """Of integers, whose values the graph has symbols for."""
+    x = data(3, 8)
+    number, several = torch.tensor(3, device=OFFLOAD), torch.tensor([1, 2], device=OFFLOAD)
+    assert_same(torch.compile(lambda x, n: x * n.item(), fullgraph=True)(x, number), x * 3)
+    assert_same(torch.compile(lambda x, n: x + sum(n.tolist()), fullgraph=True)(x, several), x + 3)

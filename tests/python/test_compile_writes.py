@@ -61,3 +61,48 @@ def test_what_was_read_before_a_write(function, copied, backend):
 
     (results, buffer), expected = run(OFFLOAD), run(COMPUTE)
     torch.testing.assert_close((results, buffer.cpu()), (expected[0], expected[1].cpu()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a, b: a.add_(b),
+        lambda a, b: a.index_copy_(0, torch.tensor([2, 0], device=b.device), b[:2]),
+        lambda a, b: a.lerp_(b, 0.25),
+        lambda a, b: a.masked_fill_(b > 0, 3.0),
+    ],
+    ids=["add", "index_copy", "lerp", "masked_fill"],
+)
+@pytest.mark.parametrize("written", ["offload", "beside"])
+def test_a_write_beside_another_device(written, write, backend):
+    step = torch.compile(lambda a, b: write(a, b) * 2, backend=backend, fullgraph=True)
+
+    def run(device):
+        devices = (device, COMPUTE) if written == "offload" else (COMPUTE, device)
+        a, b = (data(3, 8, seed=seed).to(device) for seed, device in enumerate(devices))
+        return (step(a, b) if device == OFFLOAD else write(a, b) * 2).to(COMPUTE), a.to(COMPUTE)
+
+    torch.testing.assert_close(run(OFFLOAD), run(COMPUTE))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_memory_for_a_parameter(backend):
+    def function(w, x):
+        w.data = w.data * 2 + 1
+        return w * x
+
+    weight = torch.nn.Parameter(data(3, 8).to(OFFLOAD))
+    expected = weight.detach().cpu() * 2 + 1
+    x = data(3, 8, seed=1)
+    y = torch.compile(function, backend=backend, fullgraph=True)(weight, x)
+    torch.testing.assert_close(weight.detach().cpu(), expected)
+    torch.testing.assert_close(y.detach().cpu(), expected * x.cpu())
+
+
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+def test_a_product_that_is_written(backend):
+    a, b, out = (at(OFFLOAD, *shape) for shape in ((3, 4), (4, 2), (3, 2)))
+    torch.compile(lambda a, b, out: torch.matmul(a, b, out=out), backend=backend, fullgraph=True)(a, b, out)
+    torch.testing.assert_close(out.cpu(), a.cpu() @ b.cpu())

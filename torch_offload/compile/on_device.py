@@ -31,6 +31,8 @@ from torch_offload.compile.graphs import (
 
 # Views with a bit that says to compute, which generated code does at once.
 _LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
+# What gives a tensor another's memory, as `w.data = value` does; both stay where they are.
+_RESEATS = (torch.ops.aten.set_.source_Tensor,)
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
@@ -83,10 +85,10 @@ def _move(graph: fx.Graph, node: fx.Node) -> None:
 
     with graph.inserting_before(node):
         node.args, node.kwargs = tree_map(moved, (node.args, node.kwargs))
+    if stays:
+        return  # and what it gives is what was traced: a number that was read has its symbol
     several = not isinstance(node.meta.get("val"), torch.Tensor)
     infer(node)
-    if stays:
-        return
     for result in list(node.users) if several else [node]:
         if result is not node:
             infer(result)
@@ -174,7 +176,7 @@ class OnDevice(CustomGraphModulePass):
             _check_kernel(node)
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue
-            if node.target.namespace == "offload" or _is_view(node.target):
+            if node.target.namespace == "offload" or _is_view(node.target) or node.target in _RESEATS:
                 continue
             if node.target is torch.ops.aten.copy_.default and home_of(node.args[0]):
                 _write(graph, node)
