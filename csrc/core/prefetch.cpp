@@ -152,7 +152,8 @@ Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
     if (!stays && dev.queue.keptBytes(dev.ring) + own > dev.ring) break;
     const std::size_t wanted = batch.empty() && !alone ? std::max(own, mostAtOnce) : bytes + own;
     if (dev.queue.aheadBytes() + wanted > most) {
-      const bool lends = dev.queue.leavingBytes() == 0 && dev.schedule.forecast().count() >= dev.lendsFrom;
+      const bool results = dev.queue.leavingBytes() + dev.queue.bufferedBytes() > 0;
+      const bool lends = !results && dev.schedule.forecast().count() >= dev.lendsFrom;
       if (batch.empty() && !idle && lends) ahead.lastCopy = dev.lastCopy;
       break;
     }

@@ -10,13 +10,16 @@ constexpr std::size_t kBytes = 4096;
 
 class Prefetch : public ::testing::Test {
  protected:
-  void make(std::size_t layers, std::size_t slots, std::uint64_t seed = 0, std::size_t budget = 0, bool prefetch = true) {
+  void make(
+      std::size_t layers, std::size_t slots, std::uint64_t seed = 0, std::size_t budget = 0, bool prefetch = true,
+      double writeBufferShare = 0) {
     layers_.clear();
     CoreOptions options;
     options.sim.seed = seed;
     options.cache.ringBytes = slots * kBytes;
     options.cache.budgetBytes = budget;
     options.cache.prefetch = prefetch;
+    options.cache.writeBufferShare = writeBufferShare;
     rig_ = std::make_unique<Rig>(options);
     stream_ = rig_->sim.createStream(0);
     for (std::size_t k = 0; k < layers; ++k) layers_.push_back(rig_->newBlock(pattern(k, kBytes)));
@@ -134,6 +137,23 @@ TEST_F(Prefetch, AnIdleLinkGetsACopyWithTheFirstFetch) {
   EXPECT_EQ(copies(), before + 1) << "the link has something to do";
   EXPECT_EQ(stats().prefetchesWasted, 0U);
   EXPECT_LE(stats().slotBytesPeak, 6 * kBytes);
+}
+
+// Of the half that results have.
+TEST_F(Prefetch, AnIdleLinkGetsNoneWhereResultsWait) {
+  make(10, 6, 0, 1, true, 0.25);
+  layers_[0] = rig_->newBlock(pattern(0, kBytes / 8));
+  const auto step = [this] {
+    for (const auto& layer : layers_) (void)rig_->cache.fetch(*layer, {0, layer->bytes}, stream_);
+  };
+  for (int count = 0; count < 3; ++count) step();
+  rig_->sim.drain();
+  const auto result = rig_->newBlock(kBytes, Born::Device);
+  rig_->cache.adopt(*result, rig_->newResult(stream_, pattern(9, kBytes)), stream_);
+  const std::uint64_t before = copies();
+  (void)rig_->cache.fetch(*layers_[0], {0, layers_[0]->bytes}, stream_);
+  EXPECT_EQ(copies(), before);
+  EXPECT_EQ(stats().dirtyBytes, kBytes);
 }
 
 TEST_F(Prefetch, TheRingIsNotExceeded) {
