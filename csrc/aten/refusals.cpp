@@ -78,7 +78,7 @@ void refuseNested(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
     TORCH_CHECK(
         !differentiable, "offload: ", op.schema().name(),
         " of a nested tensor and offload tensors has no gradient; call it under torch.no_grad(), make the nested tensor one of "
-        "layout torch.jagged, or pad it.");
+        "layout torch.jagged and of offload tensors, or pad it.");
   }
 }
 

@@ -165,7 +165,7 @@ def test_nested_tensors_have_no_gradients():
     weight = data(5, 3, device=OFFLOAD).requires_grad_()
     sentence = (
         "offload: aten::linear of a nested tensor and offload tensors has no gradient; call it under torch.no_grad(), make "
-        "the nested tensor one of layout torch.jagged, or pad it."
+        "the nested tensor one of layout torch.jagged and of offload tensors, or pad it."
     )
     says(RuntimeError, sentence, lambda: F.linear(nested, weight))
 
@@ -174,7 +174,10 @@ def test_jagged_tensors():
     def run(device):
         parts = [data(2, 3, device=device), data(3, 3, device=device, seed=1)]
         nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
-        return F.linear(nested, data(4, 3, device=device)).values()
+        weight = data(4, 3, device=device).requires_grad_()
+        values = F.linear(nested, weight).values()
+        values.square().sum().backward()
+        return values, weight.grad
 
     assert_same(run(OFFLOAD), run(COMPUTE))
 
