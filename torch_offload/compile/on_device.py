@@ -31,8 +31,8 @@ from torch_offload.compile.graphs import (
 
 # Views with a bit that says to compute, which generated code does at once.
 _LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
-# What gives a tensor another's memory, as `w.data = value` does; both stay where they are.
-_RESEATS = (torch.ops.aten.set_.source_Tensor,)
+# What gives a tensor another's memory, as `w.data = value` does (the second from PyTorch 2.15 on); both stay where they are.
+_RESEATS = ("aten::set_", "aten::shallow_copy_data_")
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
@@ -176,7 +176,7 @@ class OnDevice(CustomGraphModulePass):
             _check_kernel(node)
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue
-            if node.target.namespace == "offload" or _is_view(node.target) or node.target in _RESEATS:
+            if node.target.namespace == "offload" or _is_view(node.target) or node.target._schema.name in _RESEATS:
                 continue
             if node.target is torch.ops.aten.copy_.default and home_of(node.args[0]):
                 _write(graph, node)
