@@ -164,7 +164,7 @@ Context::Context(const Settings& settings) {
   options.headroomBytes = backend_ == Backend::Cuda ? std::size_t{4} << 30 : std::size_t{1} << 20;
   options.headroomShare = 1.0 / 16;
   options.evictAtUnpin = settings.evictAtUnpin;
-  options.writeBufferShare = settings.evictAtUnpin ? 0 : 1.0 / 4;
+  options.writeBufferShare = 1.0 / 4;
   options.prefetch = settings.prefetch;
   options.poison = settings.poison;
   options.hostJobs = settings.hostJobs.value_or(backend_ == Backend::Sim ? HostJobs::When::Wanted : HostJobs::When::Soon);

@@ -99,11 +99,12 @@ void callFetched(
     if (!isOffload(tensor)) return tensor.is_cuda() && !placement.compute.is_cuda() ? tensor.cpu() : at::Tensor();
     if (traits.countsFromStorage && !argument.written && tensor.has_storage() && !tracing())
       return fetchInStorage(tensor, placement.compute);
+    const bool written = argument.written || (argument.hidden && hiddenWrites);
+    const auto again = std::ranges::find_if(writes, [&](const Written& one) { return one.source.is_same(tensor); });
+    if (written && again != writes.end()) return again->work; // a list may name one twice
     const bool lowered = lower && !argument.written && needsLowering(tensor, *lower);
     auto value = lowered ? fetchLowered(tensor, placement.compute, *lower) : fetch(tensor, placement.compute);
-    if (argument.written || (argument.hidden && hiddenWrites)) {
-      const auto again = std::ranges::find_if(writes, [&](const Written& one) { return one.source.is_same(tensor); });
-      if (again != writes.end()) return again->work; // a list may name one twice
+    if (written) {
       writes.push_back({tensor, value.clone(), argument});
       return writes.back().work;
     }

@@ -115,24 +115,21 @@ std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, s
   const std::size_t wanted = demand - free;
   SlotQueue& queue = dev.queue;
   Slots retired;
-  std::size_t bytes = 0;
   // Of somebody else's memory the deleter may want the GIL, which is not to be taken under the allocator's lock.
-  const auto count = [&](std::size_t from) {
-    for (; from < retired.size(); ++from) {
-      if (retired[from]->buffer.owner) {
-        releaseLater(retired[from]);
-      } else {
-        bytes += retired[from]->buffer.bytes;
-      }
-    }
+  const auto given = [&retired] {
+    std::size_t bytes = 0;
+    for (const auto& slot : retired) bytes += slot->buffer.owner ? 0 : slot->buffer.bytes;
+    return bytes;
   };
   queue.shrink(queue.budgetedBytes() - std::min(queue.stats.stayingBytes, wanted), retired);
-  count(0);
-  for (std::size_t known = SIZE_MAX; bytes < wanted && retired.size() != known;) {
+  for (std::size_t known = SIZE_MAX; given() < wanted && retired.size() != known;) {
     known = retired.size();
-    queue.makeRoom(0, queue.passingBytes() - std::min(queue.passingBytes(), wanted - bytes), retired);
-    count(known);
+    queue.makeRoom(0, queue.passingBytes() - std::min(queue.passingBytes(), wanted - given()), retired);
   }
+  for (auto& slot : retired) {
+    if (slot->buffer.owner) releaseLater(slot);
+  }
+  const std::size_t bytes = given();
   std::erase_if(retired, [](const auto& slot) { return slot->buffer.owner != nullptr; });
   lock.unlock();
   release(retired);

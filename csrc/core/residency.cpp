@@ -241,7 +241,7 @@ std::size_t Residency::ring(std::size_t bytes) const {
 }
 
 std::size_t Residency::writeBuffer() const {
-  if (budgetBytes_ == std::size_t{0}) return 0; // write-through, as somebody wants it
+  if (budgetBytes_ == std::size_t{0} || options_.evictAtUnpin) return 0; // write-through, as somebody wants it
   return static_cast<std::size_t>(options_.writeBufferShare * static_cast<double>(ringBytes_));
 }
 

@@ -265,8 +265,8 @@ bool Residency::isWithin(const Device& dev) {
   return dev.queue.stats.dirtyBytes == dev.queue.bufferedBytes() || dev.queue.budgetedBytes() <= dev.budget;
 }
 
-// Sends home what has been Dirty for longest, until the write buffer and the budget hold the rest. A gradient that finds no room has gone by itself: of
-// all gradients the next micro-batch wants the newest one last, so those that are there should stay.
+// Sends home what has been Dirty for longest, until the write buffer and the budget hold the rest. A gradient that finds no room has
+// gone by itself: of all gradients the next micro-batch wants the newest one last, so those that are there should stay.
 void Residency::spill(Lock& lock, Device& dev, bool all) noexcept {
   while (all || !isWithin(dev)) {
     const auto slot = dev.queue.oldestDirty(all);

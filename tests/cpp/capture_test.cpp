@@ -56,49 +56,48 @@ TEST(Capture, AnUnpinDuringCaptureIsMadeUpFor) {
   rig.sim.drain();
 }
 
-// What stays is unpinned by a deferred token, which may be asked while its stream is being captured.
-TEST(Capture, NothingOfACaptureIsWaitedFor) {
-  for (const bool unpinnedBefore : {true, false}) {
+/// What stays, and has been read on a stream: it is unpinned by a deferred token, which may be asked while that is being captured.
+class CaptureOfAReader : public ::testing::Test {
+ protected:
+  static CoreOptions withBudget() {
     CoreOptions options;
     options.cache.budgetBytes = 1 << 20;
-    BasicRig<CapturingLink> rig(options);
-    const Stream stream = rig.sim.createStream(0);
-    const auto block = rig.newBlock(pattern(1, 1000));
-    {
-      const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
-      rig.readOnDevice(stream, pin.data(), 1000);
-      if (!unpinnedBefore) rig.link.captured = stream;
-    }
-    rig.link.captured = stream;
-    rig.write(*block, pattern(2, 1000)); // retires the Slot
-    rig.cache.emptyCache(0);
-    EXPECT_GT(rig.sim.bytesInUse(0), 0U) << "kept until its uses can be ordered";
-    rig.link.captured.device = -1;
-    rig.cache.emptyCache(0);
-    EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
-    rig.sim.drain();
+    return options;
+  }
+  void read(bool capturedBefore) {
+    const Pin pin = rig_.cache.fetch(*block_, {0, 1000}, stream_);
+    rig_.readOnDevice(stream_, pin.data(), 1000);
+    if (capturedBefore) rig_.link.captured = stream_;
+  }
+  void expectKeptUntilTheEnd() {
+    rig_.cache.emptyCache(0); // asks the reader's token
+    EXPECT_EQ(rig_.link.captured, stream_);
+    EXPECT_GT(rig_.sim.bytesInUse(0), 0U) << "kept until its uses can be ordered";
+    rig_.link.captured.device = -1;
+    rig_.cache.emptyCache(0);
+    EXPECT_EQ(rig_.sim.bytesInUse(0), 0U);
+    rig_.sim.drain();
+  }
+
+  BasicRig<CapturingLink> rig_{withBudget()};
+  const Stream stream_ = rig_.sim.createStream(0);
+  const BasicRig<CapturingLink>::BlockPtr block_ = rig_.newBlock(pattern(1, 1000));
+};
+
+TEST_F(CaptureOfAReader, IsNotWaitedFor) {
+  for (const bool capturedBefore : {false, true}) {
+    read(capturedBefore);
+    rig_.link.captured = stream_;
+    rig_.write(*block_, pattern(2, 1000)); // retires the Slot
+    expectKeptUntilTheEnd();
   }
 }
 
-// A capture that another thread begins while an event is being recorded for a deferred token.
-TEST(Capture, WhatBeginsMeanwhileIsNotWaitedFor) {
-  CoreOptions options;
-  options.cache.budgetBytes = 1 << 20;
-  BasicRig<CapturingLink> rig(options);
-  const Stream stream = rig.sim.createStream(0);
-  const auto block = rig.newBlock(pattern(1, 1000));
-  {
-    const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
-    rig.readOnDevice(stream, pin.data(), 1000);
-  }
-  rig.link.beforeRecord = [&rig](Stream on) { rig.link.captured = on; };
-  rig.cache.emptyCache(0); // asks the reader's token
-  EXPECT_EQ(rig.link.captured, stream);
-  EXPECT_GT(rig.sim.bytesInUse(0), 0U) << "kept until its uses can be ordered";
-  rig.link.captured.device = -1;
-  rig.cache.emptyCache(0);
-  EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
-  rig.sim.drain();
+// As another thread begins it while an event is being recorded for the token.
+TEST_F(CaptureOfAReader, IsNotWaitedForThatBeginsMeanwhile) {
+  read(false);
+  rig_.link.beforeRecord = [this](Stream on) { rig_.link.captured = on; };
+  expectKeptUntilTheEnd();
 }
 
 } // namespace

@@ -284,17 +284,7 @@ class Program {
     Pin pin = rig_.cache.fetch(*from.block, {part.begin, part.begin + part.bytes}, on);
     const auto host = from.block->address() + part.begin;
     check((reinterpret_cast<std::uintptr_t>(pin.data()) - host) % kAlignment == 0, "a Slot lost its address's remainder");
-    const ResidencyStats stats = rig_.cache.stats(on.device);
-    const std::size_t fits = std::max(rig_.cache.ringBytes(), 2 * (part.bytes + kAlignment));
-    const auto buffer = static_cast<std::size_t>(options_.cache.writeBufferShare * static_cast<double>(rig_.cache.ringBytes()));
-    const std::size_t buffered = std::min(stats.dirtyBytes, std::max(buffer, addendBytes_[on.device]));
-    const std::size_t inRing = faulty_ ? 0 : std::min(stats.dirtyBytes, buffer);
-    const std::size_t passing = stats.slotBytes - stats.stayingBytes - stats.dirtyBytes + inRing;
-    check(stats.hits > hits || passing <= fits + stats.pinnedBytes, "the ring is exceeded by more than what is pinned");
-    check(
-        faulty_ || stats.dirtyBytes == buffered ||
-            stats.dirtyBytes - buffered + stats.stayingBytes <= rig_.cache.budget(on.device),
-        "there is more that is Dirty than the budget and the write buffer allow");
+    checkAccounts(on.device, rig_.cache.stats(on.device).hits > hits, part.bytes);
     Held held{std::move(pin), std::make_shared<std::optional<Bytes>>(), part.bytes, {on}};
     if (from.known) *held.expected = from.at(part);
     if (from.other) from.copying.push_back(held.expected);
@@ -420,6 +410,7 @@ class Program {
   /// Takes a lease for a while, or lets go of one.
   void holdLease();
   void changeBehindItsBack();
+  void checkAccounts(int device, bool hit, std::size_t bytes);
 
   // ---- what must hold
 
@@ -498,6 +489,7 @@ class Program {
 
 } // namespace offload::core_test
 
+#include "fuzz_accounts.h"
 #include "fuzz_draw.h"
 #include "fuzz_host.h"
 #include "fuzz_process.h"
