@@ -207,6 +207,25 @@ def test_a_budget_of_nothing_writes_through():
     assert torch_offload.memory_stats()["device.dirty_bytes.current"] == 0
 
 
+def test_results_wait_in_the_ring_where_a_budget_has_no_room():
+    torch_offload.set_ring_bytes(16 * WEIGHT)
+    torch_offload.set_budget(1)
+    a = data(WIDTH, WIDTH).to(OFFLOAD)
+
+    def chain():
+        x = a
+        for _ in range(10):
+            x = x @ a
+        return x
+
+    assert moved(chain)[1] == 0
+    plain = a.to(COMPUTE)
+    expected = plain
+    for _ in range(10):
+        expected = expected @ plain
+    assert_same(chain(), expected)
+
+
 def test_what_is_newer_on_the_device_is_saved(tmp_path):
     torch_offload.set_budget(64 * WEIGHT)
     a = data(WIDTH, WIDTH).to(OFFLOAD)
