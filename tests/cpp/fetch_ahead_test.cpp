@@ -36,6 +36,26 @@ TEST(FetchAhead, TheFetchFindsTheCopyAndWaitsForIt) {
   });
 }
 
+// A copy that was made because the order said so: whoever asks for it ahead of his fetch wants it as well.
+TEST(FetchAhead, WhatItFindsWasNotCopiedForNothing) {
+  const auto wasted = [](bool asks) {
+    CoreOptions options;
+    options.cache.ringBytes = 4 * kBytes;
+    Rig rig(options);
+    std::vector<Rig::BlockPtr> layers;
+    for (std::uint64_t k = 0; k < 10; ++k) layers.push_back(rig.newBlock(pattern(k, kBytes)));
+    for (int pass = 0; pass < 3; ++pass) {
+      for (const auto& layer : layers) rig.cache.fetch(*layer, {0, kBytes}, {});
+    }
+    rig.cache.fetch(*layers[0], {0, kBytes}, {});
+    if (asks) rig.cache.fetchAhead(*layers[1], {0, kBytes}, {});
+    rig.cache.emptyCache(0);
+    return rig.cache.stats(0).prefetchesWasted;
+  };
+  EXPECT_GT(wasted(false), 0U);
+  EXPECT_EQ(wasted(true), wasted(false) - 1);
+}
+
 TEST(FetchAhead, WhatIsWrittenMeanwhileIsCopiedAgain) {
   onEverySeed([](Rig& rig, Stream stream) {
     const auto block = rig.newBlock(pattern(1, kBytes));
