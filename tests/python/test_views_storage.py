@@ -330,7 +330,7 @@ def test_gradients_that_are_conjugate():
 def test_a_list_that_names_a_tensor_twice():
     def run(device):
         x = torch.arange(3.0).to(device)
-        torch._foreach_add_([x, x], [torch.ones(3, device=COMPUTE)] * 2)
+        torch._foreach_add_([x, x], [torch.ones(3, device=CPU if device == CPU else COMPUTE)] * 2)
         return x
 
     same(run, truth=CPU)
