@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from helpers import COMPUTE, CPU, OFFLOAD, assert_same, at, data, same
+from helpers import COMPUTE, CPU, GPU, OFFLOAD, assert_same, at, data, same
 
 VIEWS = {
     "view": lambda t: t.view(4, 12),
@@ -327,10 +327,11 @@ def test_gradients_that_are_conjugate():
     same(run)
 
 
+@pytest.mark.skipif(GPU, reason="CUDA's kernel does all of a list at once, in no order")
 def test_a_list_that_names_a_tensor_twice():
     def run(device):
         x = torch.arange(3.0).to(device)
-        torch._foreach_add_([x, x], [torch.ones(3, device=CPU if device == CPU else COMPUTE)] * 2)
+        torch._foreach_add_([x, x], [torch.ones(3, device=COMPUTE)] * 2)
         return x
 
     same(run, truth=CPU)
