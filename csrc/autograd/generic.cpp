@@ -50,6 +50,20 @@ struct Written {
   ArgumentTraits argument;
 };
 
+// One of all elements that lie at the same place, as those of an expanded tensor do.
+at::Tensor unexpanded(at::Tensor tensor, at::IntArrayRef strides) {
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (strides[dim] == 0 && tensor.size(dim) > 1) tensor = tensor.narrow(dim, 0, 1);
+  }
+  return tensor;
+}
+
+// What is expanded stays so: whether an operation may write to that is for the operation to say.
+at::Tensor workFor(const at::Tensor& value) {
+  const at::Tensor one = unexpanded(value, value.strides());
+  return one.is_same(value) ? value.clone() : one.clone().expand(value.sizes());
+}
+
 void copyBack(const Written& written, c10::Device computed) {
   // A kernel that bumps versions by itself (list operations) has bumped the copy's. Where the copy's tensor carries a version that
   // the dispatcher has given it, above autograd, so has the write that follows here.
@@ -61,11 +75,15 @@ void copyBack(const Written& written, c10::Device computed) {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   if (written.argument.hidden) below.emplace();
   // Not only of `out=`: statistics of quantisation get their size when there are channels to count.
-  if (written.source.sizes() != written.work.sizes()) written.source.resize_(written.work.sizes());
+  if (written.source.sizes() != written.work.sizes()) {
+    written.source.resize_(written.work.sizes());
+    if (written.work.is_non_overlapping_and_dense()) written.source.as_strided_(written.work.sizes(), written.work.strides());
+  }
   const bool recorded = recordsGraph() && (written.source.requires_grad() || written.work.requires_grad());
   const bool replaced = !recorded && !tracing() && replaceValue(written.source, written.work, computed);
   if (!replaced && !rewrite(written.source, written.work, computed)) {
-    const_cast<at::Tensor&>(written.source).copy_(written.work);
+    const auto strides = written.source.strides();
+    unexpanded(written.source, strides).copy_(unexpanded(written.work, strides));
   }
   if (bumped && (replaced || !aboveAutograd || written.argument.hidden)) source->bump_version();
 }
@@ -105,7 +123,7 @@ void callFetched(
     const bool lowered = lower && !argument.written && needsLowering(tensor, *lower);
     auto value = lowered ? fetchLowered(tensor, placement.compute, *lower) : fetch(tensor, placement.compute);
     if (written) {
-      writes.push_back({tensor, value.clone(), argument});
+      writes.push_back({tensor, workFor(value), argument});
       return writes.back().work;
     }
     if (!value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);

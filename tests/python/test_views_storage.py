@@ -335,3 +335,28 @@ def test_a_list_that_names_a_tensor_twice():
         return x
 
     same(run, truth=CPU)
+
+
+@pytest.mark.parametrize("born", ["host", "device"])
+def test_writes_to_an_expanded_tensor(born):
+    def run(device):
+        one = torch.arange(3.0).reshape(3, 1).to(device)
+        one = one * 2 if born == "device" else one
+        wide = one.expand(3, 4)
+        wide[1:].fill_(7)
+        filled = one.clone()
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory"):
+            wide.add_(torch.ones(3, 4, device=COMPUTE))
+        wide.zero_()
+        return filled, one
+
+    same(run)
+
+
+@pytest.mark.parametrize("operand", [COMPUTE, OFFLOAD], ids=str)
+def test_out_gets_the_strides_of_the_result(operand):
+    x = data(2, 3, 4, 5, device=operand).to(memory_format=torch.channels_last)
+    out = torch.empty(0, device=OFFLOAD)
+    torch.mul(x, 2, out=out)
+    assert out.stride() == x.stride()
+    assert_same(out, x * 2)
