@@ -1,7 +1,7 @@
 """AdamW on the host: a step over 470 million fp32 parameters, and training steps in which the GPU works meanwhile.
 
 First the optimizer alone: the same parameters on offload and as plain CPU tensors, by PyTorch's default algorithm (its for-
-loop) and by its fused one. Then 8 blocks of the Llama-3-8B shape with their weights on offload, 4,096 tokens, in bfloat16
+loop) and by its fused one, in turns (38 GB of host memory). Then 8 blocks of the Llama-3-8B shape with their weights on offload, 4,096 tokens, in bfloat16
 and in fp32 under autocast: forward, backward and AdamW's step, four times on end, once as a user writes it, and once with
 waits around the step, which then finds every gradient at home and is done when it returns. Results have the bits of the
 same algorithm on the CPU, as test_optimizer_steps.py and test_host_updates.py demand; but for steps "on the GPU", by
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from blocks import LLAMA_8B, TINY, copied_to, make_blocks, make_input, parameter_bytes
-from harness import arguments, compute_device, gib, ms, print_table, seconds, synchronize, write_record
+from harness import arguments, compute_device, gib, measure, ms, print_table, seconds, synchronize, write_record
 
 import torch_offload
 
@@ -32,23 +32,29 @@ ON_GPU = "on the GPU"
 
 def alone(tiny: bool, rounds: int) -> list[dict]:
     count, size = (3, 70_000) if tiny else (16, 29_375_000)
-    rows, records = [], []
+    steps: dict[tuple[str, str], Callable[[], object]] = {}
     for place in ("cpu", "offload"):
         for algorithm, options in (ALGORITHMS | ({ON_GPU: {}} if place == "offload" else {})).items():
-            torch_offload.set_gpu_steps(algorithm == ON_GPU)
             leaves = [nn.Parameter(torch.ones(size).to(place)) for _ in range(count)]
             for leaf in leaves:
                 leaf.grad = torch.full_like(leaf, 0.5)
-            optimizer = torch.optim.AdamW(leaves, **options)
-            optimizer.step()
-            torch.offload.reset_peak_memory_stats()
-            before = torch_offload.memory_stats().get("host.allocated_bytes.current", 0)
-            times = [seconds(optimizer.step) for _ in range(rounds)]
-            more = torch_offload.memory_stats().get("host.allocated_bytes.peak", 0) - before
-            rows.append([place, algorithm, ms(median(times)), ms(min(times)), gib(more) if place == "offload" else "-"])
-            records.append({"place": place, "algorithm": algorithm, "median": median(times), "more_bytes": more})
-            del leaves, leaf, optimizer
-            gc.collect()
+            steps[place, algorithm] = torch.optim.AdamW(leaves, **options).step
+
+    def step(place: str, algorithm: str) -> None:
+        torch_offload.set_gpu_steps(algorithm == ON_GPU)
+        steps[place, algorithm]()
+
+    variants = {" ".join(names): functools.partial(step, *names) for names in steps}
+    times = measure(variants, rounds)
+    rows, records = [], []
+    for (place, algorithm), (name, time) in zip(steps, times.items(), strict=True):
+        torch.offload.reset_peak_memory_stats()
+        before = torch_offload.memory_stats().get("host.allocated_bytes.current", 0)
+        variants[name]()
+        torch_offload.synchronize()
+        more = torch_offload.memory_stats().get("host.allocated_bytes.peak", 0) - before
+        rows.append([place, algorithm, ms(time.median), ms(time.least), gib(more) if place == "offload" else "-"])
+        records.append({"place": place, "algorithm": algorithm, "median": time.median, "more_bytes": more})
     torch_offload.set_gpu_steps(False)
     print(f"AdamW, {count * size:,} fp32 parameters, {torch.get_num_threads()} threads")
     print_table(["parameters", "algorithm", "median ms", "least ms", "more GiB"], rows)
