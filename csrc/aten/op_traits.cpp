@@ -187,6 +187,7 @@ const std::unordered_set<std::string_view> kNeverIntercepted{
     "aten::set_",
     "aten::set",
     "aten::set_data",
+    "inductor::resize_storage_bytes_", // of compiled `untyped_storage().resize_()`
     "aten::_set_data",
     "aten::detach",
     "aten::detach_",

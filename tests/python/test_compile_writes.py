@@ -3,7 +3,10 @@
 import pytest
 import torch
 from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
-from helpers import COMPUTE, OFFLOAD, at, data
+from helpers import COMPUTE, OFFLOAD, at, data, says
+from torch._subclasses import FakeTensorMode
+
+from torch_offload.compile.on_device import OnDevice
 
 
 def used_after(buffer, x, copied):
@@ -106,3 +109,33 @@ def test_a_product_that_is_written(backend):
     a, b, out = (at(OFFLOAD, *shape) for shape in ((3, 4), (4, 2), (3, 2)))
     torch.compile(lambda a, b, out: torch.matmul(a, b, out=out), backend=backend, fullgraph=True)(a, b, out)
     torch.testing.assert_close(out.cpu(), a.cpu() @ b.cpu())
+
+
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+def test_memory_that_is_freed(backend):
+    def function(x):
+        y = x * 2
+        x.untyped_storage().resize_(0)
+        return y
+
+    x = at(OFFLOAD, 3, 4)
+    expected = x.cpu() * 2
+    torch.testing.assert_close(torch.compile(function, backend=backend, fullgraph=True)(x).cpu(), expected)
+    assert x.untyped_storage().nbytes() == 0
+    assert x.shape == (3, 4)
+
+
+def test_a_write_that_is_no_new_value_is_refused():
+    """Of none that PyTorch has is a write left in a graph: a graph by hand, and the pass alone."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.mul_.Scalar, (x, 2))
+    graph.output(y)
+    with FakeTensorMode():
+        x.meta["val"] = y.meta["val"] = torch.empty(3, 4, device=OFFLOAD)
+    says(
+        NotImplementedError,
+        "torch.compile: aten::mul_ writes to an offload tensor (its argument self), and PyTorch has not traced the write as a "
+        "new value; call it outside the compiled function.",
+        lambda: OnDevice()(torch.fx.GraphModule({}, graph)),
+    )

@@ -31,8 +31,9 @@ from torch_offload.compile.graphs import (
 
 # Views with a bit that says to compute, which generated code does at once.
 _LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
-# What gives a tensor another's memory, as `w.data = value` does (the second from PyTorch 2.15 on); both stay where they are.
-_RESEATS = ("aten::set_", "aten::shallow_copy_data_")
+# What gives a tensor another's memory, as `w.data = value` does (the second from PyTorch 2.15 on), where both stay where they are; and
+# what gives a storage another size.
+_RESEATS = ("aten::set_", "aten::shallow_copy_data_", "inductor::resize_storage_bytes_")
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
@@ -101,6 +102,18 @@ def _check_kernel(node: fx.Node) -> None:
             "torch.compile: a Triton kernel is called with an offload tensor, whose bytes are in host memory and may be on "
             "their way; make the kernel an operation with torch.library.triton_op, whose operands are fetched."
         )
+
+
+def _check_writes(node: fx.Node) -> None:
+    """Of operations that write, PyTorch traces new values, and copies these; another would write to what is fetched."""
+    schema = node.target._schema
+    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write and home_of(given.get(argument.name)):
+            raise NotImplementedError(
+                f"torch.compile: {schema.name} writes to an offload tensor (its argument {argument.name}), and PyTorch has not "
+                "traced the write as a new value; call it outside the compiled function."
+            )
 
 
 def _write(graph: fx.Graph, node: fx.Node) -> None:
@@ -181,6 +194,7 @@ class OnDevice(CustomGraphModulePass):
             if node.target is torch.ops.aten.copy_.default and home_of(node.args[0]):
                 _write(graph, node)
             elif home_of([node, node.all_input_nodes]):
+                _check_writes(node)
                 _move(graph, node)
         keep_what_is_overwritten(graph)  # fetches that were there, and those of what was moved
         _fetch_small_constants(graph_module)
