@@ -8,7 +8,7 @@ import torch
 from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import Optimizer
 
-from torch_offload import _optimizer_steps
+from torch_offload import _C, _optimizer_steps
 from torch_offload._purposes import claim_state
 from torch_offload._scopes import on_host
 
@@ -21,6 +21,17 @@ def _holds_offload(optimizer: Optimizer) -> bool:
     )
 
 
+def _beside(closure: Callable[..., Any]) -> Callable[..., Any]:
+    """A step's closure computes what a training loop computes, and where that does."""
+
+    @functools.wraps(closure)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _C.HostScopeBreak():
+            return closure(*args, **kwargs)
+
+    return call
+
+
 # Hooks of a step would not do: the one behind it is not called where the step raises.
 def _hosted(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
@@ -29,6 +40,10 @@ def _hosted(step: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_dynamo_compiling() or not _holds_offload(self):
             return step(self, *args, **kwargs)
         _optimizer_steps.install()
+        if args and callable(args[0]):
+            args = (_beside(args[0]), *args[1:])
+        if callable(kwargs.get("closure")):
+            kwargs["closure"] = _beside(kwargs["closure"])
         with on_host():
             result = step(self, *args, **kwargs)
         claim_state(self)

@@ -4,12 +4,13 @@
 dozen operations to each. Where these are elementwise, and most are, what it does to one parameter is written down and then
 done to the pieces of all that are in the same state (Note [Piece by piece] in csrc/aten/elementwise_program.h). The bits are
 those of the loop. The fused algorithms get one parameter at a time. Both go in reverse order: backward makes the last ones'
-gradients first, and a lease waits for its own, so the host steps these while the GPU makes the others.
+gradients first, and a lease waits for its own, so the host steps these while the GPU makes the others; but not where
+parameters share memory, whose steps follow each other.
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +104,16 @@ class _Lists:
     def row(self, index: int) -> list[Any]:
         return [self._given[k][index] for k in self._wanted]
 
+    def order(self) -> Iterable[int]:
+        """Backward makes the last gradient first. But what shares memory with another parameter is in the loop's order."""
+        count = len(self._given[0])
+        found: dict[int, int] = {}  # by storage: who has it
+        for index in range(count):
+            for value in self.row(index):
+                if isinstance(value, Tensor) and found.setdefault(value.untyped_storage()._cdata, index) != index:
+                    return range(count)
+        return reversed(range(count))
+
     def call(self, columns: Sequence[list[Any]]) -> None:
         """The algorithm for other lists in their places."""
         lists = dict(zip(self._wanted, columns, strict=True))
@@ -123,7 +134,7 @@ def _one_by_one(algorithm: Algorithm) -> Algorithm:
         if torch.compiler.is_dynamo_compiling() or not _applies(parameters, settings):
             return algorithm(parameters, *others, **settings)
         lists = _Lists(algorithm, [parameters, *others], settings)
-        for index in reversed(range(len(parameters))):
+        for index in lists.order():
             lists.call_for(index)
         return None
 
@@ -146,7 +157,7 @@ def _piece_by_piece(loop: Algorithm) -> Algorithm:
             return one_by_one(parameters, *others, **settings)
         lists = _Lists(loop, [parameters, *others], settings)
         steps: dict[tuple[Any, ...], _Step | None] = {}
-        for index in reversed(range(len(parameters))):
+        for index in lists.order():
             row = _Row(lists.row(index))
             step = None
             if row.fits:

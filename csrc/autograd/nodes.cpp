@@ -205,6 +205,16 @@ void writePlain(const at::Tensor& self, const at::Tensor& value) {
   const_cast<at::Tensor&>(self).copy_(value);
 }
 
+at::Tensor fetchOfOther(const at::Tensor& self, c10::Device /*target*/) {
+  TORCH_CHECK(
+      false, "offload: fetch takes a tensor on offload, and was given one on ", self.device(),
+      ". A compiled function whose weights have been moved from offload has to be compiled again: call torch.compiler.reset().");
+}
+
+at::Tensor fetchOfOtherAligned(const at::Tensor& self, c10::Device target, std::int64_t /*alignment*/) {
+  return fetchOfOther(self, target);
+}
+
 at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
   at::Tensor result;
   {
@@ -254,19 +264,38 @@ at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device compute
   return stashed;
 }
 
-bool rewrite(const at::Tensor& offload, const at::Tensor& work, c10::Device computed) {
-  // The rest of a view's base has history too, and tangents and wrappers are copy_'s own business.
+namespace {
+
+// The rest of a view's base has history too, and tangents and wrappers are copy_'s own business.
+bool canTakeHistory(const at::Tensor& offload, const at::Tensor& work) {
   const bool plain = !offload.is_view() && !tracing() && !offload.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
-  if (!plain || !recordsGraph() || !work.requires_grad() || work._fw_grad(0).defined()) return false;
+  return plain && recordsGraph() && work.requires_grad() && !work._fw_grad(0).defined();
+}
+
+void takeHistory(const at::Tensor& offload, const at::Tensor& work, c10::Device computed) {
+  auto node = nodeFor<StashBackward>(work);
+  node->target = computed;
+  torch::autograd::rebase_history(offload, std::move(node));
+}
+
+} // namespace
+
+bool rewrite(const at::Tensor& offload, const at::Tensor& work, c10::Device computed) {
+  if (!canTakeHistory(offload, work)) return false;
   torch::autograd::check_inplace(offload, true);
   {
     at::AutoDispatchBelowADInplaceOrView below;
     const_cast<at::Tensor&>(offload).copy_(work);
   }
   torch::autograd::increment_version(offload);
-  auto node = nodeFor<StashBackward>(work);
-  node->target = computed;
-  torch::autograd::rebase_history(offload, std::move(node));
+  takeHistory(offload, work, computed);
+  return true;
+}
+
+bool rebase(const at::Tensor& offload, const at::Tensor& work) {
+  if (!canTakeHistory(offload, work)) return false;
+  torch::autograd::check_inplace(offload, true);
+  takeHistory(offload, work, computedOn(work, offload.device()));
   return true;
 }
 
@@ -307,11 +336,15 @@ OFFLOAD_LIBRARY_IMPL(offload, AutogradPrivateUse1, m) {
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, CPU, m) {
+  m.impl("fetch", fetchOfOther);
+  m.impl("fetch.aligned", fetchOfOtherAligned);
   m.impl("stash", stashPlain);
   m.impl("give", givePlain);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, CUDA, m) {
+  m.impl("fetch", fetchOfOther);
+  m.impl("fetch.aligned", fetchOfOtherAligned);
   m.impl("stash", stashPlain);
   m.impl("give", givePlain);
 }

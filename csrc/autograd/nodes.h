@@ -20,6 +20,9 @@ at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device compute
 /// can. copy_ would add to the gradient the zeros of what was written over, and they change the sign of a zero.
 bool rewrite(const at::Tensor& offload, const at::Tensor& work, c10::Device computed);
 
+/// Gives it the history alone: it has the value already.
+bool rebase(const at::Tensor& offload, const at::Tensor& work);
+
 /// Whether operations called now record a graph: grad mode is on and autograd's kernels have not run already.
 bool recordsGraph();
 

@@ -13,6 +13,7 @@
 #include "aten/sharing.h"
 #include "aten/tensors.h"
 #include "autograd/generic.h"
+#include "autograd/nodes.h"
 #include "autograd/release_refill.h"
 #include "compat/accelerator.h"
 #include "compat/registration.h"
@@ -201,6 +202,12 @@ PYBIND11_MODULE(_C, m) {
       .def("add", &ReleaseRefill::add)
       .def("finish", &ReleaseRefill::finish);
   m.def("bring_home", &bringHome, py::call_guard<py::gil_scoped_release>());
+  m.def("rebase", &rebase);
+  // Python's `.grad` warns where a tensor is no leaf.
+  m.def("take_gradient", [](const at::Tensor& tensor) {
+    const bool has = torch::autograd::impl::get_autograd_meta(tensor) != nullptr;
+    return has ? std::exchange(tensor.mutable_grad(), at::Tensor()) : at::Tensor();
+  });
   m.def("is_shared", [](const c10::Storage& storage) { return isShared(*storage.unsafeGetStorageImpl()); });
   m.def(
       "share", torch::wrap_pybind_function_no_gil([](const c10::Storage& storage) { share(*storage.unsafeGetStorageImpl()); }));
@@ -225,6 +232,12 @@ PYBIND11_MODULE(_C, m) {
       .def("__enter__", [](const HostScope&) { HostScope::enter(); })
       .def("__exit__", [](const HostScope&, const py::args&) { HostScope::leave(); })
       .def_static("active", &HostScope::active);
+  // Leaves a scope for a while.
+  struct HostScopeBreak {};
+  py::class_<HostScopeBreak>(m, "HostScopeBreak")
+      .def(py::init<>())
+      .def("__enter__", [](const HostScopeBreak&) { HostScope::leave(); })
+      .def("__exit__", [](const HostScopeBreak&, const py::args&) { HostScope::enter(); });
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
   m.def("reset_ever", &resetEver, py::arg("index") = 0);

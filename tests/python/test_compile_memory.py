@@ -205,3 +205,18 @@ def test_what_a_graph_saves_goes_to_the_host(backend, device):
     expected = train(function, contextlib.nullcontext())
     actual = train(function, torch_offload.saved_tensors(min_bytes=0))
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_compiled_model_that_is_moved_away(backend, trains):
+    model = torch.nn.Linear(8, 4).to(OFFLOAD)
+    call, x = torch.compile(model, backend=backend), data(3, 8)
+    with torch.set_grad_enabled(trains):
+        call(x)
+        model.to(COMPUTE)
+        # PyTorch looks at what a function is given, and not at its modules' parameters.
+        with pytest.raises(RuntimeError, match=r"was given one on .*call torch.compiler.reset\(\)"):
+            call(x)
+        torch.compiler.reset()
+        torch.testing.assert_close(call(x), model(x))

@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
-from helpers import COMPUTE, CPU, OFFLOAD, assert_same, same
+from helpers import COMPUTE, CPU, OFFLOAD, assert_same, data, same
 from torch import nn
+
+import torch_offload
+from torch_offload import _C
 
 OPTIMIZERS = {
     "SGD": lambda p, **k: torch.optim.SGD(p, lr=0.1, **k),
@@ -397,3 +400,55 @@ def test_weights_copied_from_another_device():
         return net(torch.randn(6, 5).to(COMPUTE)), list(net.parameters())
 
     same(run)
+
+
+def test_a_closure_computes_where_a_loop_does():
+    """And the step goes on on the host."""
+    scopes = []
+
+    def trained(step):
+        torch.manual_seed(0)
+        net = model().to(OFFLOAD)
+        x = data(4, 5, device=OFFLOAD)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def closure():
+            scopes.append(_C.HostScope.active())
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            step(optimizer, closure)
+        return [parameter.detach() for parameter in net.parameters()]
+
+    def as_a_loop(optimizer, closure):
+        closure()
+        optimizer.step()
+
+    expected = trained(as_a_loop)
+    assert_same(trained(lambda optimizer, closure: optimizer.step(closure)), expected)
+    assert_same(trained(lambda optimizer, closure: optimizer.step(closure=closure)), expected)
+    assert not any(scopes)
+    with torch_offload.on_host():
+        trained(lambda optimizer, closure: optimizer.step(closure))
+        assert _C.HostScope.active()
+    assert all(scopes[-3:])
+    assert not _C.HostScope.active()
+
+
+def test_a_closure_that_fails_leaves_nothing_behind():
+    weight = nn.Parameter(data(3, device=OFFLOAD))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def closure():
+        raise KeyError("no")
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+    assert not _C.HostScope.active()
+    with torch_offload.on_host():
+        with pytest.raises(KeyError):
+            optimizer.step(closure)
+        assert _C.HostScope.active()

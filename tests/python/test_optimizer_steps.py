@@ -158,6 +158,25 @@ def test_what_backward_makes_first_is_stepped_first(algorithm, monkeypatch):
     assert len(shapes) == 1, "all at once, as PyTorch does"
 
 
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "RMSprop"])
+@pytest.mark.parametrize("shared", ["parameters", "a gradient"])
+def test_what_shares_memory_is_stepped_in_the_loops_order(name, shared):
+    def run(device):
+        leaves = [nn.Parameter(torch.linspace(-1, 1, 300).mul(k + 1).to(device)) for k in range(3)]
+        if shared == "parameters":
+            leaves[2].data = leaves[0].data
+        optimizer = BY_PIECES[name](leaves)
+        for step in range(4):
+            for k, leaf in enumerate(leaves):
+                leaf.grad = torch.linspace(1, -1, 300).mul(k + step).to(device)
+            if shared != "parameters":
+                leaves[1].grad = leaves[2].detach()
+            optimizer.step()
+        return leaves, [optimizer.state[leaf] for leaf in leaves]
+
+    assert_the_same(run(OFFLOAD), run(CPU))
+
+
 def test_pieces_of_the_usual_size():
     tensor = torch.randn(200_003, generator=torch.Generator().manual_seed(1))
     results = []

@@ -1,0 +1,277 @@
+"""Users' ``torch.autograd.Function``s that know an offload operand by more than the argument: as a module's parameter, by what was
+put on it, or as their result."""
+
+import pytest
+import torch
+from helpers import COMPUTE, OFFLOAD, data, same
+from torch import nn
+
+
+class ChecksPoints(torch.autograd.Function):
+    """As guided diffusion's checkpoint(): is given what its backward differentiates with respect to."""
+
+    @staticmethod
+    def forward(ctx, module, length, unused, *args):
+        ctx.module, ctx.inputs, ctx.parameters, ctx.unused = module, args[:length], list(args[length:]), unused
+        with torch.no_grad():
+            return module(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [x.detach().requires_grad_() for x in ctx.inputs]
+        with torch.enable_grad():
+            y = ctx.module(*[x.view_as(x) for x in inputs])
+        return None, None, None, *torch.autograd.grad(y, inputs + ctx.parameters, gradient, allow_unused=ctx.unused)
+
+
+class SavesPoints(ChecksPoints):
+    @staticmethod
+    def forward(ctx, module, length, unused, *args):
+        ctx.save_for_backward(*args[length:])
+        return ChecksPoints.forward(ctx, module, length, unused, *args)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.parameters = list(ctx.saved_tensors)
+        return ChecksPoints.backward(ctx, gradient)
+
+
+class AsksTheModule(ChecksPoints):
+    """Returns the gradients of the parameters that it finds in the module, for the operands."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.parameters = list(ctx.module.parameters())
+        return ChecksPoints.backward(ctx, gradient)
+
+
+def small_net(device):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(device)
+
+
+@pytest.mark.parametrize("place", [COMPUTE, OFFLOAD], ids=str)
+@pytest.mark.parametrize("function", [ChecksPoints, SavesPoints, AsksTheModule])
+def test_gradients_with_respect_to_what_a_function_is_given(function, place):
+    def run(device):
+        net = small_net(device)
+        x = data(6, 8, device=place if device == OFFLOAD else device).requires_grad_()
+        for _ in range(2):  # gradients add up
+            function.apply(net, 1, False, x, *net.parameters()).square().mean().backward()
+        assert all(parameter.grad.device == parameter.device for parameter in net.parameters())
+        return x.grad, [parameter.grad for parameter in net.parameters()]
+
+    same(run)
+
+
+@pytest.mark.parametrize("unused", [True, False])
+def test_gradients_with_respect_to_what_has_no_part_in_it(unused):
+    def run(device):
+        net, other = small_net(device), data(3, device=device).requires_grad_()
+        x = data(6, 8).requires_grad_()
+        y = ChecksPoints.apply(net, 1, unused, x, *net.parameters(), other).sum()
+        if not unused:
+            with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+                y.backward()
+            return None
+        y.backward()
+        assert other.grad is None
+        return x.grad, [parameter.grad for parameter in net.parameters()]
+
+    same(run)
+
+
+class UsesBoth(torch.autograd.Function):
+    """The operand and the parameter, which are one."""
+
+    @staticmethod
+    def forward(ctx, x, weight, parameter):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.parameter = weight, parameter[0]
+        return x @ weight + x @ parameter[0].tanh().to(x.device)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach()
+        with torch.enable_grad():
+            y = x @ ctx.weight + x @ ctx.parameter.tanh().to(x.device)
+        return None, *torch.autograd.grad(y, [ctx.weight], gradient), None
+
+
+def test_gradients_by_way_of_the_operand_and_of_the_parameter():
+    def run(device):
+        weight = data(4, 4, device=device).requires_grad_()
+        UsesBoth.apply(data(3, 4, seed=1), weight, [weight]).square().sum().backward()
+        return weight.grad
+
+    torch.testing.assert_close(run(OFFLOAD).cpu(), run(COMPUTE).cpu())
+
+
+class AddsUp(torch.autograd.Function):
+    """As Megatron does: adds the weight's gradient to what it finds on the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        of_weight = gradient.t() @ x
+        if hasattr(ctx.weight, "main_grad"):
+            ctx.weight.main_grad.add_(of_weight)
+        elif ctx.weight.grad is None:
+            ctx.weight.grad = of_weight
+        else:
+            ctx.weight.grad.add_(of_weight)
+        return gradient @ ctx.weight, None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("has_main", [False, True])
+def test_gradients_that_a_backward_adds_up_by_itself(has_main):
+    def run(device):
+        weight, x = nn.Parameter(data(4, 8, device=device)), data(6, 8).requires_grad_()
+        if has_main:
+            weight.main_grad = torch.zeros_like(weight)
+        for _ in range(3):
+            AddsUp.apply(x, weight).square().sum().backward()
+        found = weight.main_grad if has_main else weight.grad
+        assert found.device == weight.device
+        assert (weight.grad is None) == has_main
+        return found, x.grad
+
+    same(run)
+
+
+def test_a_function_that_is_given_a_weight_alone():
+    def run(device):
+        x, weight = data(6, 8), data(4, 8, device=device, seed=1).requires_grad_()
+
+        class ClosesOver(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, weight):
+                return x @ weight.t()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient.t() @ x
+
+        ClosesOver.apply(weight).square().sum().backward()
+        assert weight.grad.device == weight.device
+        return weight.grad
+
+    same(run)
+
+
+class ScalesInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.mark_dirty(x)
+        x.mul_(factor)
+        ctx.save_for_backward(factor)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+class ExponentInPlace(torch.autograd.Function):
+    """Saves what it has written, which is its result."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.mark_dirty(x)
+        x.exp_().mul_(factor)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("function", [ScalesInPlace, ExponentInPlace])
+def test_an_operand_that_is_changed_in_place(function):
+    def run(device):
+        x, factor = data(3, 4, device=device).requires_grad_(), torch.tensor([2.0, 3.0, 0.5, 1.0], device=COMPUTE)
+        y = x * 1
+        before = y._version
+        z = function.apply(y, factor)
+        assert z is y
+        assert z.device == x.device
+        (z * y).sum().backward()
+        return x.grad, y, y._version - before
+
+    same(run)
+
+
+def test_an_operand_that_is_changed_in_place_without_gradients():
+    def run(device):
+        x, factor = data(3, 4, device=device), torch.full((4,), 2.0, device=COMPUTE)
+        with torch.no_grad():
+            result = ScalesInPlace.apply(x, factor)
+        assert result is x
+        result.add_(10)
+        return x
+
+    same(run)
+
+
+def test_a_leaf_that_is_changed_in_place_is_refused():
+    x = torch.ones(2, device=OFFLOAD, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        ScalesInPlace.apply(x, torch.ones(2, device=COMPUTE))
+
+
+class Appends(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cache):
+        cache[0] = x
+        return x + cache.sum(0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writes_in_inference_mode_come_home(mode):
+    def run(device):
+        with mode():
+            caches = [torch.zeros(3, 4, device=device), data(3, 4, device=device) * 2]
+            results = [Appends.apply(data(4), cache) for cache in caches]
+            return [cache + 0 for cache in caches], [cache.cpu() for cache in caches], results
+
+    same(run)
+
+
+class Remembers(nn.Module):
+    def forward(self, x, memory, weight):
+        memory[0] = x[0].detach()
+        memory.add_(1)
+        return x @ weight
+
+
+def test_a_module_with_a_backward_hook_writes_to_its_operand():
+    def run(device):
+        module = Remembers()
+        found = []
+        module.register_full_backward_hook(lambda _, inputs, outputs: found.extend([*inputs, *outputs]))
+        weight, memory = data(4, 4, device=device).requires_grad_(), torch.zeros(2, 4, device=device)
+        x = data(3, 4).requires_grad_()
+        for _ in range(2):
+            module(x, memory, weight).sum().backward()
+        return memory, x.grad, weight.grad, [value for value in found if value is not None]
+
+    same(run)
+
+
+def test_a_view_that_is_changed_in_place():
+    def run(device):
+        x, factor = data(3, 4, device=device).requires_grad_(), torch.full((4,), 2.0, device=COMPUTE)
+        y = x * 1
+        z = ScalesInPlace.apply(y[1:], factor)
+        (y.sum() + z.sum()).backward()
+        return x.grad, y
+
+    same(run)
