@@ -1,11 +1,12 @@
 """AdamW on the host: a step over 470 million fp32 parameters, and training steps in which the GPU works meanwhile.
 
-First the optimizer alone: the same parameters on offload and as plain CPU tensors, by PyTorch's default algorithm (its for-
-loop) and by its fused one, in turns (38 GB of host memory). Then 8 blocks of the Llama-3-8B shape with their weights on offload, 4,096 tokens, in bfloat16
-and in fp32 under autocast: forward, backward and AdamW's step, four times on end, once as a user writes it, and once with
-waits around the step, which then finds every gradient at home and is done when it returns. Results have the bits of the
-same algorithm on the CPU, as test_optimizer_steps.py and test_host_updates.py demand; but for steps "on the GPU", by
-set_gpu_steps(True), where all that they need is in the cache.
+First the optimizer alone: the same parameters on offload and as plain CPU tensors, by PyTorch's default algorithm (its
+for-loop) and by its fused one, in turns (38 GB of host memory). Then 8 blocks of the Llama-3-8B shape with their
+weights on offload, 4,096 tokens, in bfloat16 and in fp32 under autocast: forward, backward and AdamW's step, four times
+on end, once as a user writes it, and once with waits around the step, which then finds every gradient at home and is
+done when it returns. Results have the bits of the same algorithm on the CPU, as test_optimizer_steps.py and
+test_host_updates.py demand; but for steps "on the GPU", by set_gpu_steps(True), where all that they need is in the
+cache.
 """
 
 import functools

@@ -4,8 +4,8 @@ Forward through 12 blocks (5.2 GB) with nothing kept, with a budget of half the 
 GPU, and with the automatic budget on a GPU that another tensor has filled but for the headroom and half the weights. Then
 training steps of four micro-batches through 8 blocks: gradients add up on the GPU, and cross the link once a step. Times are
 medians of steps after the first ones. A budget is one for all of the process, so budgets are measured one after the other, the
-resident model first; with the automatic one, which is held against it, the resident model takes turns. The exit status is 1 where bits
-differ or a goal is missed; --tiny compares bits alone.
+resident model first; with the automatic one, which is held against it, the resident model takes turns. The exit status is 1
+where bits differ or a goal is missed; --tiny compares bits alone.
 """
 
 import functools

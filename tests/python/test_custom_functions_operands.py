@@ -1,5 +1,5 @@
-"""Users' ``torch.autograd.Function``s that know an offload operand by more than the argument: as a module's parameter, by what was
-put on it, or as their result."""
+"""Users' ``torch.autograd.Function``s that know an offload operand by more than the argument: as a module's parameter, by
+what was put on it, or as their result."""
 
 import pytest
 import torch

@@ -394,7 +394,7 @@ def test_copies_on_the_gpu_have_names_and_bytes(tmp_path):
     assert len(copies) == counts["link.copies_to_device"] == 6
     assert sum(e["args"]["bytes"] for e in copies) == counts["link.bytes_to_device"] == 6 * 2048 * 2048 * 4
     assert {e["args"]["tensor"] for e in copies} == {name for name, _ in model.named_parameters()}
-    # 16 MiB take longer than the multiplication with 8 rows: every layer waits for its weight until that has landed, and no longer.
+    # 16 MiB take longer than the multiplication with 8 rows: every layer waits for its weight, and no longer than for that.
     stalls = sorted(of(events, "stall"), key=lambda e: e["ts"])
     assert len({e["args"]["tensor"] for e in stalls}) == len(stalls) >= 5
     ends = {e["args"]["tensor"]: e["ts"] + e["dur"] for e in copies}

@@ -31,8 +31,8 @@ from torch_offload.compile.graphs import (
 
 # Views with a bit that says to compute, which generated code does at once.
 _LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
-# What gives a tensor another's memory, as `w.data = value` does (the second from PyTorch 2.15 on), where both stay where they are; and
-# what gives a storage another size.
+# What gives a tensor another's memory, as `w.data = value` does (the second from PyTorch 2.15 on), where both stay where they
+# are; and what gives a storage another size.
 _RESEATS = ("aten::set_", "aten::shallow_copy_data_", "inductor::resize_storage_bytes_")
 
 
