@@ -39,7 +39,7 @@ bool HostJobs::submit(const Job& job) noexcept {
   ++submitted_;
   if (when_ == When::AtOnce) return false;
   try {
-    auto entry = std::make_shared<Entry>(Entry{job, {}});
+    auto entry = std::make_shared<Entry>(Entry{job, submitted_, {}});
     for (const Block* block : job.blocks) {
       const auto at = last_.try_emplace(block).first; // what is empty is as good as none
       if (at->second) entry->before.push_back(at->second);
@@ -96,17 +96,22 @@ void HostJobs::drain() {
   if (when_ == When::Wanted) {
     const Lock turn = takeTurn();
     Lock lock(mutex_);
-    while (!queue_.empty()) run(lock, queue_.front());
+    const std::uint64_t last = submitted_;
+    while (!queue_.empty() && queue_.front()->number <= last) run(lock, queue_.front());
     return;
   }
-  const auto isIdle = [this] { return queue_.empty() && !busy_; };
+  std::uint64_t last = 0;
+  const auto isDone = [this, &last] {
+    return (queue_.empty() || queue_.front()->number > last) && (!busy_ || busy_->number > last);
+  };
   {
     const Lock lock(mutex_);
-    if (isIdle()) return;
+    last = submitted_;
+    if (isDone()) return;
   }
   hostWait([&] {
     Lock lock(mutex_);
-    changed_.wait(lock, isIdle);
+    changed_.wait(lock, isDone);
   });
 }
 
@@ -118,13 +123,13 @@ HostJobStats HostJobs::stats() {
 // One runs at a time: the thread's, or by turns.
 void HostJobs::run(Lock& lock, EntryPtr entry) {
   queue_.remove(entry);
-  busy_ = true;
+  busy_ = entry;
   lock.unlock();
   entry->job.run();
   entry->job.run = nullptr; // what it holds may call the cache when it goes
   entry->job.after.clear();
   lock.lock();
-  busy_ = false;
+  busy_ = nullptr;
   entry->done = true;
   entry->before.clear();
   for (const Block* block : entry->job.blocks) {

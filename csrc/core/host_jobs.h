@@ -58,7 +58,7 @@ class HostJobs {
   /// Somebody is about to wait for the jobs on this Block, and for those before them. True where he has to do them himself: runFor().
   [[nodiscard]] bool want(const Block& block);
   void runFor(const Block& block);
-  /// Waits for all that has been submitted.
+  /// Waits for all that has been submitted by now.
   void drain();
   /// Of the Blocks of jobs that are not done, each once.
   std::unordered_set<const Block*> pendingBlocks();
@@ -68,6 +68,7 @@ class HostJobs {
   using Lock = std::unique_lock<std::mutex>;
   struct Entry {
     Job job;
+    std::uint64_t number; // as it was submitted
     std::vector<std::shared_ptr<Entry>> before; // with which it shares a Block; cleared when it is done
     bool wanted = false;
     bool done = false;
@@ -90,7 +91,7 @@ class HostJobs {
   std::mutex turn_; // whose runFor() or drain() it is
   std::list<EntryPtr> queue_; // as they were submitted
   std::unordered_map<const Block*, EntryPtr> last_; // of those that are not done
-  bool busy_ = false;
+  EntryPtr busy_; // the one that is being done
   std::uint64_t submitted_ = 0;
   bool stop_ = false;
   std::thread thread_;
