@@ -6,8 +6,8 @@ beside the others. What the function writes to it comes home, in forward and, wh
 What the context keeps has memory while the function's backward runs, as what PyTorch's own operations save.
 
 The function may know the operand by another way, too, as a module's parameter. So what it returns of what it was lent is the
-operand, where it was written to; gradients that it asks for with respect to what it was lent are the operand's; and what it returns as
-an operand's gradient may be wherever it computed that.
+operand, where it was written to; gradients that it asks for with respect to what it was lent are the operand's; and what it
+returns as an operand's gradient may be wherever it computed that.
 """
 
 import weakref
@@ -35,6 +35,7 @@ class _Lent:
             value.__dict__.update(source.__dict__)  # what somebody has put on it: Megatron's main_grad
         if value.grad_fn is not None:
             value.grad_fn.metadata[_LENT] = True
+        _C.before_change(value)
 
     def _is_written(self) -> bool:
         return self._version is None or self._source._version != self._version
@@ -90,7 +91,8 @@ def _lend(args: Sequence[Any], target: torch.device) -> tuple[tuple[Any, ...], l
 
 
 def _tensors(results: Any) -> list[Tensor]:
-    return [result for result in (results if isinstance(results, (tuple, list)) else [results]) if isinstance(result, Tensor)]
+    results = results if isinstance(results, (tuple, list)) else [results]
+    return [result for result in results if isinstance(result, Tensor)]
 
 
 def _watch_backward(results: list[Tensor], lent: list[_Lent], watch: _C.ReleaseRefill) -> None:

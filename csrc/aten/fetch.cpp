@@ -248,20 +248,28 @@ bool useFetchedOn(const at::Tensor& tensor, Stream stream) {
   return true;
 }
 
-void bringHome(const at::Tensor& fetched) {
-  const FetchedMemory* const memory = fetchedMemory(fetched);
-  if (memory == nullptr) return;
-  const Context& context = Context::get();
-  const auto index = static_cast<c10::DeviceIndex>(memory->pin.device());
-  context.residency().bringHome(memory->pin, context.currentStream(index));
-}
-
 std::optional<FetchedSource> sourceOf(const at::Tensor& fetched) {
   const FetchedMemory* const memory = fetchedMemory(fetched);
   if (memory == nullptr || !memory->pin) return {};
   Block* const block = Context::get().residency().retainSource(memory->pin);
   if (block == nullptr) return {};
   return FetchedSource{Context::owned(*block), memory->extent, memory->pin.device()};
+}
+
+void beforeChange(const at::Tensor& fetched) {
+  const FetchedMemory* const memory = fetchedMemory(fetched);
+  if (memory == nullptr) return;
+  const Context& context = Context::get();
+  const auto index = static_cast<c10::DeviceIndex>(memory->pin.device());
+  context.residency().beforeChange(memory->pin, context.currentStream(index));
+}
+
+void bringHome(const at::Tensor& fetched) {
+  const auto source = sourceOf(fetched); // which stays meanwhile
+  if (!source) return;
+  const Context& context = Context::get();
+  const auto index = static_cast<c10::DeviceIndex>(source->device);
+  context.residency().bringHome(fetchedMemory(fetched)->pin, context.currentStream(index));
 }
 
 c10::Storage fetchStorage(Block& block, Extent extent, c10::Device target) {

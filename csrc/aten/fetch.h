@@ -43,8 +43,11 @@ at::Tensor takeBack(const at::Tensor& fetched);
 /// goes; false for others.
 bool useFetchedOn(const at::Tensor& tensor, Stream stream);
 
+/// To be called before a tensor that was fetched through the cache is written to: others may still read its memory, copies home too.
+void beforeChange(const at::Tensor& fetched);
+
 /// Gives the source of a tensor that was fetched through the cache what has been written to that tensor, unless the source itself has
-/// been written to since. The caller keeps the source alive.
+/// been written to since.
 void bringHome(const at::Tensor& fetched);
 
 /// What a tensor's memory was fetched of through the cache.

@@ -52,6 +52,8 @@ struct Block {
   int issuing = 0;
   /// Jobs that are to read or write them: Note [Host jobs]. Each is one of `issuing`.
   int claims = 0;
+  /// Those of them that write.
+  int writing = 0;
   int leases = 0;
   /// How often a device result became its value since the host read it last.
   std::uint32_t adoptions = 0;

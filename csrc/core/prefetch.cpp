@@ -127,8 +127,7 @@ void Residency::pauseLending(Device& dev) {
 
 // Under the mutex: holds new Slots, without memory as yet, for the expected fetches that need one: a batch, or one that goes alone;
 // none where nothing is to be copied, or there is no room, or not enough for a batch to begin. An `idle` link may use the whole ring.
-Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
-  Ahead ahead;
+void Residency::lookForCopies(Device& dev, bool idle, Slots& retired, Ahead& ahead) {
   auto& batch = ahead.batch;
   std::size_t bytes = 0;
   const std::size_t most = idle ? dev.ring : dev.ring / 2;
@@ -174,7 +173,15 @@ Residency::Ahead Residency::foresee(Device& dev, bool idle, Slots& retired) {
     bytes += own;
     if (alone) break;
   }
-  return ahead;
+}
+
+// `ahead` outlives the lock, as its Pins take it when they go.
+void Residency::foresee(Device& dev, bool idle, Slots& retired, Ahead& ahead) noexcept {
+  try {
+    lookForCopies(dev, idle, retired, ahead);
+  } catch (...) {
+    // No memory: what has not been foreseen is copied by its fetch.
+  }
 }
 
 // Under the mutex: the Block that a Slot of foresee() is for; null where another thread's fetch, or write, has changed what is expected,
@@ -267,7 +274,7 @@ void Residency::prefetchMore(Device& dev, Ahead next) noexcept {
     Slots retired;
     {
       Lock lock(mutex_);
-      next = foresee(dev, idle, retired);
+      foresee(dev, idle, retired, next);
     }
     release(retired);
   }
@@ -285,7 +292,7 @@ void Residency::goOnAhead(const Block& written) noexcept {
       const auto first = forecast.expected(dev->unwritten - forecast.count());
       if (first.block != &written || first.writtenFirst) continue;
       dev->horizon = std::exchange(dev->unwritten, 0) - 1;
-      next = foresee(*dev, false, retired);
+      foresee(*dev, false, retired, next);
     } catch (...) {
       // The fetch itself will copy.
     }

@@ -61,6 +61,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   Device& dev = device(stream.device);
   look(dev);
   Slots retired;
+  Ahead next;
   Lock lock(mutex_);
   ++dev.queue.stats.fetches;
   noticeShared(block, retired);
@@ -72,7 +73,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     ++dev.queue.stats.hits;
     if (std::exchange(slot->unused, false) && dev.patience > 1) --dev.patience;
     dev.queue.pin(slot);
-    auto next = foresee(dev, false, retired);
+    foresee(dev, false, retired, next);
     const Token ready = slot->ready;
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
     lock.unlock();
@@ -87,10 +88,11 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
 
   bool tooLarge = false;
   Pin pinned = copyToDevice(lock, dev, block, extent, stream, retired, &tooLarge);
-  auto next = foresee(dev, false, retired);
+  foresee(dev, false, retired, next);
+  const Token ready = pinned.slot_->ready; // which whoever else finds it may change
   lock.unlock();
   release(retired);
-  pinned.slot_->ready.orderBefore(stream);
+  ready.orderBefore(stream);
   prefetchMore(dev, std::move(next));
   if (tooLarge) warnOfRing(pinned.slot_->buffer.bytes);
   return pinned;

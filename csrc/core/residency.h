@@ -168,8 +168,11 @@ class Residency {
   /// somebody else uses what is to be written, or is to.
   bool updateThere(const std::vector<Claim>& claims, Stream stream, const std::function<void(const std::vector<void*>&)>& work);
 
+  /// Orders `stream` after all that reads the device bytes of a Pin, copies home among it: for who is about to change them.
+  void beforeChange(const Pin& pin, Stream stream);
+
   /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where
-  /// the Block was written to since by anybody else, or is gone.
+  /// the Block was written to since by anybody else, or is about to be. The caller keeps the Block: retainSource().
   void bringHome(const Pin& pin, Stream producer);
 
   /// The version of the newest bytes, once all jobs on the Block are done; none where the host does not have them.
@@ -277,6 +280,8 @@ class Residency {
   void sendAllHome(Lock& lock, std::span<const Block* const> blocks, bool behindJobs);
   bool tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noexcept;
   void spill(Lock& lock, Device& device, bool all = false) noexcept;
+  bool stayDirty(const std::shared_ptr<Slot>& slot, Block& block, const Token& written);
+  void forsake(const std::shared_ptr<Slot>& slot, const Block& block, Stream producer) noexcept;
   bool isLastWrite(const Block& block) const;
   static bool isAddend(const Block& block);
   static bool isWithin(const Device& device);
@@ -285,7 +290,8 @@ class Residency {
   void keepExpected(Device& device);
   bool looksAhead(const Device& device) const;
   Forecast::Expected lookAhead(Device& device, std::size_t most);
-  Ahead foresee(Device& device, bool idle, Slots& retired);
+  void foresee(Device& device, bool idle, Slots& retired, Ahead& ahead) noexcept;
+  void lookForCopies(Device& device, bool idle, Slots& retired, Ahead& ahead);
   bool mayPrefetch(const Block& block) const;
   void pauseLending(Device& device);
   bool goesInBatch(const Forecast::Expected& expected) const;

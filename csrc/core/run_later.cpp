@@ -58,6 +58,7 @@ bool Residency::claim(const std::vector<Claim>& claims, HostJobs::Job& job, std:
   for (const auto& [block, access] : claims) {
     ++block->issuing;
     ++block->claims;
+    block->writing += access == Access::Write;
   }
   return !seen && jobs_.submit(job);
 }
@@ -119,6 +120,7 @@ void Residency::runJob(const std::vector<Claim>& claims, const std::vector<Token
       block->readers.prune();
       --block->issuing;
       --block->claims;
+      block->writing -= access == Access::Write;
     }
   }
   issued_.notify_all();

@@ -22,11 +22,11 @@ bool Schedule::record(Block& block, Extent extent) {
   forecast_.follow(block, extent);
   if (!current_.order.empty() && current_.order.back() == Key{&block, extent}) return false; // once more is no pass
   block.scheduled = true;
-  Entry* entry = &entries_[{&block, extent}];
+  Entry* entry = &entryOf({&block, extent});
   const bool ended = entry->lastPass == number_ || current_.order.size() == kLongestPass;
   if (ended) {
     finishPass();
-    entry = &entries_[{&block, extent}];
+    entry = &entryOf({&block, extent});
   }
   entry->lastPass = number_;
   entry->askedAt = missed_;
@@ -35,6 +35,13 @@ bool Schedule::record(Block& block, Extent extent) {
   return ended;
 }
 
+Schedule::Entry& Schedule::entryOf(const Key& key) {
+  const auto [found, isNew] = entries_.try_emplace(key);
+  if (isNew) unplanned_.push_back(key);
+  return found->second;
+}
+
+// Takes no longer than the pass did: the plan may be one of a thousand extents, and the pass one of two.
 void Schedule::finishPass() {
   dropUnasked();
   const bool news =
@@ -46,7 +53,13 @@ void Schedule::finishPass() {
     for (const Key& key : planned_.order) entries_[key].planned = true;
   }
   current_ = {};
-  std::erase_if(entries_, [this](const auto& item) { return !item.second.planned && item.second.leftPlan != number_; });
+  std::erase_if(unplanned_, [this](const Key& key) {
+    const auto found = entries_.find(key);
+    if (found == entries_.end() || found->second.planned) return true;
+    if (found->second.leftPlan == number_) return false;
+    entries_.erase(found);
+    return true;
+  });
   ++number_;
 }
 
@@ -65,6 +78,7 @@ void Schedule::dropUnasked() {
 void Schedule::leavePlan(const Key& key) {
   Entry& entry = entries_[key];
   entry.leftPlan = number_;
+  if (entry.planned) unplanned_.push_back(key);
   entry.planned = entry.stays = false;
   left_ = stale_ = true;
 }

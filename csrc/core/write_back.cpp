@@ -138,26 +138,84 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   if (failure) std::rethrow_exception(failure);
 }
 
+void Residency::beforeChange(const Pin& pin, Stream stream) {
+  if (link_.capturing(stream)) return; // what a graph fetches is its own
+  std::vector<Token> before;
+  {
+    const Lock lock(mutex_);
+    if (!pin.slot_) return;
+    before.push_back(pin.slot_->ready);
+    pin.slot_->readers.appendTo(before);
+  }
+  for (const Token& token : before) token.orderBefore(stream);
+}
+
 void Residency::bringHome(const Pin& pin, Stream producer) {
-  refuseCapture(producer, "write to an offload tensor");
   const std::shared_ptr<Slot> slot = pin.slot_;
   Block* block = nullptr;
   std::uint64_t before = 0;
+  Slots retired;
   {
-    Lock lock(mutex_);
-    if (!slot || slot->block == nullptr || !holdsNewest(*slot, *slot->block)) return;
+    const Lock lock(mutex_);
+    if (!slot || slot->block == nullptr) return;
     block = slot->block;
+    noticeShared(*block, retired);
     before = block->version;
+    // What a job is about to write is as good as written.
+    if (!holdsNewest(*slot, *block) || block->writing > 0) block = nullptr;
   }
-  store(*block, slot->extent, slot->data, producer);
-  const Token written = events_.record(producer);
-  Lock lock(mutex_);
-  if (slot->block != block || block->version != before + 1) return;
-  slot->version = block->version;
-  slot->ready = written;
-  if (slot->state != SlotState::Dirty) return;
-  slot->become(SlotState::WritingBack); // which the store was
-  slot->become(SlotState::Clean);
+  release(retired);
+  if (block == nullptr) return;
+  try {
+    refuseCapture(producer, "write to an offload tensor");
+    if (stayDirty(slot, *block, events_.record(producer))) return;
+    store(*block, slot->extent, slot->data, producer);
+    const Token written = events_.record(producer);
+    const Lock lock(mutex_);
+    if (slot->block != block || block->version != before + 1) return;
+    slot->version = block->version;
+    slot->ready = written;
+    if (slot->state != SlotState::Dirty) return;
+    slot->become(SlotState::WritingBack); // which the store was
+    slot->become(SlotState::Clean);
+  } catch (...) {
+    forsake(slot, *block, producer);
+    throw;
+  }
+}
+
+// What is on the device alone is the newest still, and stays so.
+bool Residency::stayDirty(const std::shared_ptr<Slot>& slot, Block& block, const Token& written) {
+  Slots retired;
+  {
+    const Lock lock(mutex_);
+    if (slot->block != &block || slot->state != SlotState::Dirty || !holdsNewest(*slot, block)) return false;
+    slot->version = ++block.version;
+    slot->ready = written;
+    retireStale(block, retired);
+  }
+  release(retired);
+  return true;
+}
+
+// A change in place could not be brought home. Bytes that are no copy of the host's any more are nobody's; those that are on the device
+// alone are all there is, and what reads them comes after the change.
+void Residency::forsake(const std::shared_ptr<Slot>& slot, const Block& block, Stream producer) noexcept {
+  std::optional<Token> written;
+  try {
+    if (!link_.capturing(producer)) written = events_.record(producer);
+  } catch (...) {
+    // Whoever calls the driver next is told.
+  }
+  const Lock lock(mutex_);
+  if (slot->block != &block) return;
+  if (slot->share == Share::Dirty) {
+    if (written) slot->ready = *written;
+    return;
+  }
+  device(slot->device).queue.move(slot, Share::Passing);
+  std::erase(slot->block->slots, slot);
+  slot->block = nullptr;
 }
 
 std::shared_ptr<void> Residency::takeBack(Pin& pin, Stream stream) {
@@ -181,7 +239,7 @@ std::shared_ptr<void> Residency::takeBack(Pin& pin, Stream stream) {
 Block* Residency::retainSource(const Pin& pin) {
   Lock lock(mutex_);
   const auto& slot = pin.slot_;
-  if (!slot || slot->block == nullptr || !holdsNewest(*slot, *slot->block)) return nullptr;
+  if (!slot || slot->block == nullptr || !holdsNewest(*slot, *slot->block) || slot->block->writing > 0) return nullptr;
   // The last owner may be on his way to forget(), which waits for this mutex; he is not to be joined.
   int owners = slot->block->owners.load(std::memory_order_relaxed);
   while (owners > 0) {

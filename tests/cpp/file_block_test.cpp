@@ -153,6 +153,49 @@ TEST(FileBlock, AWriteIsFetchedAndNeverReachesTheFile) {
   });
 }
 
+class FileBlockOfJobs : public testing::TestWithParam<HostJobs::When> {};
+INSTANTIATE_TEST_SUITE_P(
+    Whenever, FileBlockOfJobs, testing::Values(HostJobs::When::AtOnce, HostJobs::When::Wanted, HostJobs::When::Soon),
+    [](const auto& info) {
+      return info.param == HostJobs::When::AtOnce ? "AtOnce" : info.param == HostJobs::When::Wanted ? "Wanted" : "Soon";
+    });
+
+TEST_P(FileBlockOfJobs, WhatIsWrittenLaterIsFetchedAndNeverReachesTheFile) {
+  CoreOptions options = smallChunks(1);
+  options.cache.hostJobs = GetParam();
+  OnFile on(options);
+  EXPECT_EQ(on.fetched(*on.block, {0, kBytes}), on.part(0, kBytes));
+  Block& to = *on.block;
+  const Block& from = *on.neighbour;
+  on.rig.cache.runLater({{&to, Access::Write}, {on.neighbour.get(), Access::Read}}, [&] {
+    EXPECT_FALSE(to.file->inFile()) << "what is written to has memory of its own";
+    EXPECT_TRUE(from.file->inFile()) << "what is only read needs none";
+    std::memcpy(to.data, from.data, kBytes);
+  });
+  EXPECT_EQ(on.fetched(to, {0, kBytes}), on.part(kBytes, kBytes)) << "not the copy that there was";
+  EXPECT_EQ(on.fetched(*on.neighbour, {0, kBytes}), on.part(kBytes, kBytes));
+  EXPECT_EQ(on.disk.contents(), on.contents);
+  on.disk.cutTo(0);
+  EXPECT_EQ(on.rig.read(to), on.part(kBytes, kBytes)) << "it is the file's no more";
+}
+
+TEST_P(FileBlockOfJobs, WorkOnAFileThatWasCutShortIsNotBegun) {
+  for (const Access access : {Access::Read, Access::Write}) {
+    CoreOptions options = smallChunks(1);
+    options.cache.hostJobs = GetParam();
+    OnFile on(options);
+    const auto other = on.rig.newBlock(pattern(2, kBytes));
+    on.disk.cutTo(kOffset);
+    bool done = false;
+    const std::vector<Residency::Claim> claims{{other.get(), Access::Write}, {on.block.get(), access}};
+    EXPECT_THAT(on.messageOf([&] { on.rig.cache.runLater(claims, [&done] { done = true; }); }), HasSubstr("chang"));
+    on.rig.cache.finishJobs();
+    EXPECT_FALSE(done);
+    EXPECT_EQ(other->issuing + other->claims + on.block->issuing + on.block->claims, 0) << "and nobody waits for it";
+    EXPECT_EQ(on.rig.read(*other), pattern(2, kBytes));
+  }
+}
+
 TEST(FileBlock, AResultIsStoredInto) {
   onEverySeed([](OnFile& on) {
     const DeviceBuffer result = on.rig.newResult(on.stream, pattern(3, 300));

@@ -34,7 +34,7 @@ inline std::string_view Program::draw(SimRandom& random) const {
     case 26:
       return "holdLease";
     case 27:
-      return random.oneIn(2) ? "alsoUse" : "fetchAhead";
+      return std::array{"alsoUse", "fetchAhead", "changeInPlace", "takeBack"}[random.below(4)];
     case 28:
       return "forget";
     case 29:

@@ -17,10 +17,14 @@ struct Done {
   std::size_t batches = 0;
   std::size_t writesOfOthers = 0;
   std::size_t updates = 0;
+  std::size_t changedInPlace = 0;
+  std::size_t takenBack = 0;
   void add(const Done& more) {
     batches += more.batches;
     writesOfOthers += more.writesOfOthers;
     updates += more.updates;
+    changedInPlace += more.changedInPlace;
+    takenBack += more.takenBack;
   }
 };
 
@@ -82,6 +86,7 @@ struct Held {
   std::shared_ptr<std::optional<Bytes>> expected;
   std::size_t bytes;
   std::vector<Stream> streams;
+  std::size_t begin = 0; // within the Block
 };
 
 } // namespace offload::core_test

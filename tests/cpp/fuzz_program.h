@@ -47,7 +47,7 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   Done done() const {
-    return {rig_.link.batches.size(), writesOfOthers_, updatesDone_};
+    return {rig_.link.batches.size(), writesOfOthers_, updatesDone_, changedInPlace_, takenBack_};
   }
 
   /// As text, where the choices are written down.
@@ -98,6 +98,7 @@ class Program {
         {"adopt", &Program::adopt},
         {"alsoUse", &Program::alsoUse},
         {"changeBehindItsBack", &Program::changeBehindItsBack},
+        {"changeInPlace", &Program::changeInPlace},
         {"drop", &Program::drop},
         {"fetch", &Program::fetch},
         {"fetchAhead", &Program::fetchAhead},
@@ -113,6 +114,7 @@ class Program {
         {"save", &Program::save},
         {"setRing", &Program::setRing},
         {"store", &Program::store},
+        {"takeBack", &Program::takeBack},
         {"trim", &Program::trim},
         {"updateThere", &Program::updateThere},
         {"writeLater", &Program::writeLater},
@@ -285,7 +287,7 @@ class Program {
     const auto host = from.block->address() + part.begin;
     check((reinterpret_cast<std::uintptr_t>(pin.data()) - host) % kAlignment == 0, "a Slot lost its address's remainder");
     checkAccounts(on.device, rig_.cache.stats(on.device).hits > hits, part.bytes);
-    Held held{std::move(pin), std::make_shared<std::optional<Bytes>>(), part.bytes, {on}};
+    Held held{std::move(pin), std::make_shared<std::optional<Bytes>>(), part.bytes, {on}, part.begin};
     if (from.known) *held.expected = from.at(part);
     if (from.other) from.copying.push_back(held.expected);
     pins_.push_back(std::move(held));
@@ -345,10 +347,6 @@ class Program {
     adopt(to);
   }
 
-  void adopt() {
-    adopt(model());
-  }
-
   void adopt(Model& to) {
     if (to.beingWritten() || to.foreign) return;
     const Stream producer = stream();
@@ -381,21 +379,14 @@ class Program {
     to.bytes = result;
   }
 
-  void store() {
-    Model& to = model();
-    if (to.beingWritten()) return;
-    const Range part = range(to);
-    const Stream producer = stream();
-    const Bytes result = value(part.bytes);
-    const DeviceBuffer borrowed = rig_.newResult(producer, result);
-    const bool knewTheRest = std::exchange(to.known, false) || part.bytes == to.bytes.size();
-    rig_.cache.store(*to.block, {part.begin, part.begin + part.bytes}, borrowed.data, producer);
-    to.known = knewTheRest;
-    to.set(part, result);
-    if (choices_.oneIn("writesAgain", 2)) {
-      rig_.writeOnDevice(producer, borrowed.data, value(part.bytes));
-    }
-  }
+  // ---- what kernels have written: fuzz_results.h
+
+  void adopt();
+  void store();
+  std::vector<Model>::iterator sourceOf(const Held& held);
+  bool isShownElsewhere(const Held& held) const;
+  void changeInPlace();
+  void takeBack();
 
   // ---- host: fuzz_host.h
 
@@ -485,6 +476,8 @@ class Program {
   std::uint64_t values_ = 0;
   std::size_t writesOfOthers_ = 0;
   std::size_t updatesDone_ = 0;
+  std::size_t changedInPlace_ = 0;
+  std::size_t takenBack_ = 0;
 };
 
 } // namespace offload::core_test
@@ -493,3 +486,4 @@ class Program {
 #include "fuzz_draw.h"
 #include "fuzz_host.h"
 #include "fuzz_process.h"
+#include "fuzz_results.h"

@@ -125,7 +125,9 @@ TEST(Fuzz, WhatAKeptProgramDoesNotSayIsNo) {
 }
 
 TEST(Fuzz, BytesAndOrder) {
-  runSeeds(Kind::Any);
+  const Done done = runSeeds(Kind::Any);
+  EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || done.changedInPlace > kDefaultSeeds / 10) << done.changedInPlace;
+  EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || done.takenBack > kDefaultSeeds / 100) << done.takenBack;
 }
 
 TEST(Fuzz, AFailingLinkLosesNothing) {

@@ -1,7 +1,9 @@
 // Host work that is done later: what waits for it, which of it comes first, and what becomes of its failures.
 #include "core/host_jobs.h"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <future>
 #include <stdexcept>
@@ -178,6 +180,26 @@ TEST_P(HostJobsOfEachKind, ThreadsThatClaimTheSameBlocksDoNotWaitForEachOther) {
   EXPECT_EQ(sum, 200);
 }
 
+TEST_P(HostJobsOfEachKind, TheVersionThatIsAwaitedIsThatOfTheHostsBytes) {
+  Jobs jobs(GetParam(), 2, 4 * kBytes);
+  Block& block = *jobs.blocks[0];
+  const auto before = jobs.rig.cache.awaitVersion(block);
+  ASSERT_TRUE(before);
+  jobs.add(1, 1);
+  jobs.add(0, 1);
+  EXPECT_EQ(jobs.rig.cache.awaitVersion(block), *before + 1) << "once the job is done";
+  EXPECT_EQ(std::ranges::count(jobs.sofar(), 0U), 1);
+  std::uint64_t read = 0;
+  jobs.rig.cache.runLater({{&block, Access::Read}}, [&] { read = jobs.rig.cache.versionOf(block); });
+  EXPECT_EQ(jobs.rig.cache.awaitVersion(block), *before + 1) << "nothing was written";
+  EXPECT_EQ(read, *before + 1);
+  jobs.rig.cache.adopt(block, jobs.rig.newResult(jobs.stream, pattern(9, kBytes)), jobs.stream);
+  EXPECT_EQ(jobs.rig.cache.awaitVersion(block), std::nullopt) << "the newest bytes are the device's alone";
+  EXPECT_EQ(jobs.rig.read(block), pattern(9, kBytes));
+  EXPECT_EQ(jobs.rig.cache.awaitVersion(block), *before + 2);
+  jobs.rig.cache.finishJobs(); // the Blocks go now
+}
+
 TEST(HostJobsWhenWanted, AFetchWaitsForItsOwnUpdateAlone) {
   Jobs jobs(When::Wanted);
   for (std::size_t k = 0; k < 4; ++k) jobs.add(k, 1);
@@ -208,6 +230,52 @@ TEST(HostJobsWhenWanted, JobsOnABlockAreDoneInOrderWhenItIsWanted) {
   EXPECT_EQ(order, "aced");
   jobs.rig.cache.drain(false);
   EXPECT_EQ(order, "acedb");
+}
+
+/// Tells that a thread is about to wait for host work.
+struct TellsOfWaits final : Observer {
+  std::unique_ptr<Span> begin(const Observation& observation) noexcept override {
+    if (observation.activity == Activity::Wait) ++waits;
+    return nullptr;
+  }
+  std::atomic<int> waits = 0;
+};
+
+// Who waits for work that another thread does at once, and that has no place among the jobs, finds a job when that is done.
+TEST(HostJobsWhenWanted, AJobThatIsSubmittedWhileSomebodyWaitsIsWantedToo) {
+  TellsOfWaits observer;
+  CoreOptions options = doneBy(When::Wanted);
+  options.cache.observer = &observer;
+  Rig rig(options);
+  const auto block = rig.newBlock(pattern(0, kBytes));
+  std::promise<void> begun;
+  std::promise<void> goOn;
+  HostLease lease = rig.cache.lease(*block, Access::Read);
+  std::thread atOnce([&] {
+    rig.cache.runLater({{block.get(), Access::Write}}, [&] {
+      begun.set_value();
+      goOn.get_future().wait();
+    });
+  });
+  begun.get_future().wait();
+  lease = {};
+  std::atomic<bool> second = false;
+  std::atomic<bool> seen = false;
+  auto waiting = std::async(std::launch::async, [&] {
+    (void)rig.cache.awaitVersion(*block);
+    seen = second.load();
+  });
+  while (observer.waits == 0 && waiting.wait_for(std::chrono::milliseconds(1)) != std::future_status::ready) {
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(20)); // it sleeps by now
+  rig.cache.runLater({{block.get(), Access::Write}}, [&] { second = true; });
+  EXPECT_FALSE(second);
+  goOn.set_value();
+  EXPECT_EQ(waiting.wait_for(std::chrono::seconds(10)), std::future_status::ready) << "nobody does the job";
+  rig.cache.finishJobs();
+  waiting.get();
+  atOnce.join();
+  EXPECT_TRUE(seen);
 }
 
 TEST(HostJobsWhenWanted, JobsThatNobodyWantsDoNotPileUp) {
@@ -349,6 +417,20 @@ TEST(HostJobsSoon, WhatNothingHoldsUpGoesBeforeWhatIsHeldUp) {
   }
   EXPECT_EQ(order.substr(0, 5), "free,") << "though the other one is wanted";
   EXPECT_EQ(order.find("too early"), std::string::npos);
+}
+
+// Another thread may go on submitting for as long as the program runs.
+TEST(HostJobsSoon, DrainWaitsForNoMoreThanWasThere) {
+  HostJobs jobs(When::Soon);
+  std::atomic<bool> stop = false;
+  std::function<void()> again = [&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (!stop) (void)jobs.submit(job(again));
+  };
+  (void)jobs.submit(job(again));
+  auto drained = std::async(std::launch::async, [&jobs] { jobs.drain(); });
+  EXPECT_EQ(drained.wait_for(std::chrono::seconds(2)), std::future_status::ready);
+  stop = true;
 }
 
 TEST(HostJobs, WorkOnNothingIsDoneAtOnce) {

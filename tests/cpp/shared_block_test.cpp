@@ -163,6 +163,43 @@ TEST_P(SharedBlock, AnAdoptedResultDoesNotStay) {
   EXPECT_EQ(one.rig.sim.bytesInUse(0), 0U);
 }
 
+TEST_P(SharedBlock, WhatAnotherProcessWroteIsNotBroughtHomeOver) {
+  const Pin pin = one.rig.cache.fetch(*one.block, {0, kBytes}, one.stream);
+  one.rig.sim.drain();
+  two.rig.write(*two.block, pattern(2, kBytes));
+  one.rig.cache.bringHome(pin, one.stream);
+  EXPECT_EQ(two.rig.read(*two.block), pattern(2, kBytes)) << "it was written to since by somebody else";
+  both.validate();
+}
+
+// Another process sees the bytes without asking, and may be told of them when the call returns.
+TEST_P(SharedBlock, WorkForLaterIsDoneAndToldWhenItsCallReturns) {
+  for (const auto when : {HostJobs::When::AtOnce, HostJobs::When::Wanted, HostJobs::When::Soon}) {
+    CoreOptions options = process(0, GetParam());
+    options.cache.hostJobs = when;
+    Rig rig(options);
+    const auto block = rig.newSharedBlock(one.rig.arena.openShared(dup(two.block->shared->descriptor())));
+    const Bytes before = two.rig.read(*two.block);
+    EXPECT_EQ(two.fetched(), before);
+    const Bytes next = pattern(10 + static_cast<std::uint64_t>(when), kBytes);
+    const auto version = block->shared->version();
+    rig.cache.runLater({{block.get(), Access::Write}}, [&] { std::memcpy(block->data, next.data(), kBytes); });
+    EXPECT_EQ(rig.cache.hostJobStats().pending, 0U);
+    EXPECT_EQ(block->shared->version(), version + 1);
+    EXPECT_EQ(two.fetched(), next);
+    EXPECT_EQ(two.rig.read(*two.block), next);
+    // What it only reads may be written to by others at any time.
+    const auto own = rig.newBlock(kBytes);
+    rig.cache.runLater(
+        {{own.get(), Access::Write}, {block.get(), Access::Read}}, [&] { std::memcpy(own->data, block->data, kBytes); });
+    EXPECT_EQ(rig.cache.hostJobStats().pending, 0U);
+    EXPECT_EQ(block->shared->version(), version + 1) << "a read is no write";
+    two.rig.write(*two.block, pattern(99, kBytes));
+    EXPECT_EQ(rig.read(*own), next);
+    rig.cache.validate(*block);
+  }
+}
+
 // Calls of either process, one after the other: each must find what the calls before it have left.
 TEST_P(SharedBlock, ProcessesThatTakeTurnsSeeTheNewestBytes) {
   for (std::uint64_t seed = 0; seed < 3 * kSeeds; ++seed) {
