@@ -1,5 +1,7 @@
 #include "autograd/gapped_clone.h"
 
+#include "core/extent.h"
+
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/irange.h>
 
@@ -15,12 +17,15 @@ at::Tensor cloneWithGaps(const at::Tensor& value) {
   const auto rank = [&](std::int64_t d) { return std::pair(value.stride(d), value.size(d)); };
   std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) { return rank(a) < rank(b); });
   c10::DimVector strides(value.dim(), 0);
+  const auto period = std::max<std::int64_t>(1, static_cast<std::int64_t>(kAlignment) / value.element_size());
   std::int64_t walked = 1;
   std::int64_t next = 1;
   for (const std::int64_t d : order) {
     if (value.stride(d) == 0) continue;
     if (value.stride(d) < walked) return value.clone(at::MemoryFormat::Contiguous); // its elements overlap
-    strides[d] = value.stride(d) == walked ? next : next + 1;
+    // Kernels are chosen by what rows begin at multiples of, too.
+    const std::int64_t gap = value.stride(d) == walked ? 0 : 1 + (value.stride(d) - next - 1) % period;
+    strides[d] = next + gap;
     walked = value.stride(d) * value.size(d);
     next = strides[d] * value.size(d);
   }

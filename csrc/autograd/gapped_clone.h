@@ -5,8 +5,9 @@
 
 namespace offload {
 
-/// A copy whose strides are of the same kind, with gaps as small as can be: what adds it up next goes by what is contiguous, what
-/// is repeated and what could be walked as one dimension. Not differentiable.
+/// A copy whose strides are of the same kind, with gaps as small as can be that leave their remainders by kAlignment as they are: what
+/// takes it next goes by what is contiguous, what is repeated, what could be walked as one dimension and how rows are aligned. Not
+/// differentiable.
 at::Tensor cloneWithGaps(const at::Tensor& value);
 
 } // namespace offload

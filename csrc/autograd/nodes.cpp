@@ -208,7 +208,8 @@ void writePlain(const at::Tensor& self, const at::Tensor& value) {
 at::Tensor fetchOfOther(const at::Tensor& self, c10::Device /*target*/) {
   TORCH_CHECK(
       false, "offload: fetch takes a tensor on offload, and was given one on ", self.device(),
-      ". A compiled function whose weights have been moved from offload has to be compiled again: call torch.compiler.reset().");
+      ". A compiled function whose weights have been moved from offload has to be compiled again: call "
+      "torch.compiler.reset().");
 }
 
 at::Tensor fetchOfOtherAligned(const at::Tensor& self, c10::Device target, std::int64_t /*alignment*/) {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COMPUTE, data, grads, same
+from helpers import COMPUTE, OFFLOAD, data, grads, same
 from torch import nn
 
 
@@ -60,6 +60,16 @@ def test_sums_of_gradients_with_gaps(feed):
         return y, sinks.grad
 
     same(run)
+
+
+def test_rows_of_a_gradient_with_gaps_are_aligned_as_they_were():
+    x = data(6, 256, device=OFFLOAD).requires_grad_()
+    h = x * 1
+    strides = []
+    h.register_hook(lambda gradient: strides.append(gradient.stride()))
+    torch.cat([h, data(6, 512, device=OFFLOAD)], 1).square().sum().backward()
+    assert strides == [(320, 1)]  # of 768, which is a multiple of 256 bytes too
+    torch.testing.assert_close(x.grad.cpu(), 2 * x.detach().cpu())
 
 
 @pytest.mark.parametrize("feed", ["plain", "offload"])
