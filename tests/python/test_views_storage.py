@@ -345,7 +345,9 @@ def test_writes_to_an_expanded_tensor(born):
         wide = one.expand(3, 4)
         wide[1:].fill_(7)
         filled = one.clone()
-        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory"):
+        with pytest.raises(
+            RuntimeError, match="more than one element of the written-to tensor refers to a single memory"
+        ):
             wide.add_(torch.ones(3, 4, device=COMPUTE))
         wide.zero_()
         return filled, one
