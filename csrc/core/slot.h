@@ -34,7 +34,7 @@ struct DeviceBuffer {
 /// memory; a Pin may outlive its Block, but never its Slot's memory.
 enum class SlotState : unsigned char { Fetching, Clean, Dirty, WritingBack, Gone };
 
-inline constexpr std::array<std::pair<SlotState, SlotState>, 9> kSlotTransitions{{
+inline constexpr std::array<std::pair<SlotState, SlotState>, 8> kSlotTransitions{{
     {SlotState::Fetching, SlotState::Clean},
     {SlotState::Fetching, SlotState::Gone},
     {SlotState::Clean, SlotState::Gone},
@@ -43,7 +43,6 @@ inline constexpr std::array<std::pair<SlotState, SlotState>, 9> kSlotTransitions
     {SlotState::Dirty, SlotState::Gone},
     {SlotState::WritingBack, SlotState::Clean},
     {SlotState::WritingBack, SlotState::Dirty},
-    {SlotState::WritingBack, SlotState::Gone},
 }};
 
 constexpr bool mayBecome(SlotState from, SlotState to) {
