@@ -44,7 +44,8 @@ class _Lent:
         value = self._value()
         if value is not None and self._is_written():
             _C.bring_home(value)
-            self._version = self._version and self._source._version
+            if self._version is not None:
+                self._version = self._source._version
 
     def bring_gradient(self) -> None:
         """What a backward has added up by itself, in ``.grad``."""

@@ -3,8 +3,10 @@ what was put on it, or as their result."""
 
 import pytest
 import torch
-from helpers import COMPUTE, OFFLOAD, data, same
+from helpers import CACHED, COMPUTE, OFFLOAD, data, same
 from torch import nn
+
+import torch_offload
 
 
 class ChecksPoints(torch.autograd.Function):
@@ -243,6 +245,35 @@ def test_writes_in_inference_mode_come_home(mode):
             return [cache + 0 for cache in caches], [cache.cpu() for cache in caches], results
 
     same(run)
+
+
+class WritesInForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, count):
+        count.add_(1)
+        ctx.count = count
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.count, None
+
+
+@pytest.mark.skipif(not CACHED, reason="nothing is copied where there is no cache")
+def test_a_write_in_forward_comes_home_once():
+    count, x = torch.zeros(3).to(OFFLOAD), data(3).requires_grad_()
+
+    def copies(run):
+        torch_offload.synchronize()
+        before = torch_offload.memory_stats()["link.copies_to_host"]
+        value = run()
+        torch_offload.synchronize()
+        return value, torch_offload.memory_stats()["link.copies_to_host"] - before
+
+    y, written = copies(lambda: WritesInForward.apply(x, count).sum())
+    assert written == 1
+    assert copies(y.backward)[1] == 0
+    torch.testing.assert_close(x.grad.cpu(), torch.ones(3))
 
 
 class Remembers(nn.Module):
