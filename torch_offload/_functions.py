@@ -10,85 +10,109 @@ operand, where it was written to; gradients that it asks for with respect to wha
 returns as an operand's gradient may be wherever it computed that.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import function, graph
+from torch.autograd import forward_ad, function, graph
 
 from torch_offload import _C
 from torch_offload._wrappers import fetched, is_offload, target_of
 
-_LENT = "offload.lent"  # in the metadata of a fetch's node: what it gives was lent
+_LENT = "offload.lent"  # in the metadata of a fetch's node, where what it gives was lent: of what, and where that was fetched to
 _DEVICES = "_offload_devices"  # of a function's context: where autograd wants the gradient of each argument
 
 
 class _Lent:
-    """An operand on offload and what was fetched of it, which share one counter of writes."""
+    """An operand on offload and what was fetched of it.
 
-    def __init__(self, source: Tensor, value: Tensor) -> None:
-        self._source, self._value = source, weakref.ref(value)
-        self._version = None if source.is_inference() else source._version  # of those nobody counts writes
-        if source.__dict__:
-            value.__dict__.update(source.__dict__)  # what somebody has put on it: Megatron's main_grad
+    A context may hold this for long: it keeps the operand's bytes, but neither what was fetched nor the operand's history, of
+    which the context may be a part.
+    """
+
+    def __init__(self, source: Tensor, value: Tensor, target: torch.device) -> None:
+        self._source, self._value = weakref.ref(source), weakref.ref(value)
+        # They share a counter of writes; what was made in inference mode has none, and what is fetched of it one of its own.
+        self._bytes = None if source.is_inference() else source.detach()
+        self._version = self._writes()
+        value.__dict__ = source.__dict__  # with what somebody puts on it: Megatron's main_grad
         if value.grad_fn is not None:
-            value.grad_fn.metadata[_LENT] = True
+            value.grad_fn.metadata[_LENT] = self._source, target
         _C.before_change(value)
 
-    def _is_written(self) -> bool:
-        return self._version is None or self._source._version != self._version
+    def _writes(self) -> int | None:
+        counted = self._value() if self._bytes is None else self._bytes
+        return None if counted is None else counted._version
 
     def bring_home(self) -> None:
-        value = self._value()
-        if value is not None and self._is_written():
+        value, writes = self._value(), self._writes()
+        if value is not None and writes != self._version:
             _C.bring_home(value)
-            if self._version is not None:
-                self._version = self._source._version
+            self._version = writes
 
     def bring_gradient(self) -> None:
-        """What a backward has added up by itself, in ``.grad``."""
-        value = self._value()
-        gradient = None if value is None else _C.take_gradient(value)
-        if gradient is None:
+        """What a backward has added up by itself, in ``.grad``; not what autograd has been asked to keep there."""
+        value, source = self._value(), self._source()
+        gradient = None if value is None or value.retains_grad else _C.take_gradient(value)
+        if gradient is None or source is None:
             return
         with torch.no_grad():
-            if self._source.grad is not None:
-                self._source.grad.add_(gradient)
+            if source.grad is not None:
+                source.grad.add_(gradient)
             else:
-                self._source.grad = _moved(gradient, self._source.device)
+                source.grad = _moved(gradient, source.device)
 
-    def result_for(self, result: Any) -> Any:
+    def result_for(self, result: Any, source: Tensor) -> Any:
         """The operand, where the function has written to what it was lent of it and returns that."""
         if result is not self._value():
             return result
-        if result.grad_fn is not None and _LENT not in result.grad_fn.metadata:
-            # It is marked as dirty, and its history is now the operand's.
-            self.bring_home()
-            if not _C.rebase(self._source, result):
-                with torch.autograd._unsafe_preserve_version_counter(self._source):  # the write has been counted
-                    self._source.copy_(result)
-            return self._source
-        return self._source if self._is_written() else result
+        marked = result.grad_fn is not None and _LENT not in result.grad_fn.metadata
+        written = self._writes() != self._version
+        self.bring_home()
+        if marked or _has_tangent(result):
+            # Its history is now the operand's, and so is its tangent; the write itself has been counted.
+            if _has_tangent(result) or not _C.rebase(source, result):
+                with torch.autograd._unsafe_preserve_version_counter(source):
+                    source.copy_(result)
+            return source
+        return source if written else result
 
     def is_kept(self) -> bool:
         return self._value() is not None
 
     def release(self, watch: _C.ReleaseRefill) -> None:
         value = self._value()
-        if value is not None:
-            watch.add(self._source, value)
+        if value is not None and self._bytes is not None:
+            watch.add(self._bytes, value)
 
 
-def _lend(args: Sequence[Any], target: torch.device) -> tuple[tuple[Any, ...], list[_Lent]]:
-    given = [fetched(value, target) for value in args]
-    lent = [
-        _Lent(source, value)
-        for source, value in zip(args, given, strict=True)
-        if value is not source and type(value) is Tensor
-    ]
-    return tuple(given), lent
+def _has_tangent(value: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+
+
+def _with_counter(value: Tensor) -> Tensor:
+    """An inference tensor's memory, as a tensor that counts writes."""
+    if not value.is_inference() or value.is_conj() or value.is_neg():
+        return value
+    with torch.inference_mode(False):
+        place = value.storage_offset(), value.size(), value.stride()
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage(), *place)
+
+
+def _lend(args: Sequence[Any], target: torch.device) -> tuple[list[Any], list[tuple[_Lent, Tensor]]]:
+    """What a function is given, and what of that is lent, each with its source."""
+    given, lent = [], []
+    for source in args:
+        value = fetched(source, target)
+        if value is not source and type(value) is Tensor:
+            value = _with_counter(value)
+            if not value.is_inference():
+                lent.append((_Lent(source, value, target), source))
+        given.append(value)
+    return given, lent
 
 
 def _tensors(results: Any) -> list[Tensor]:
@@ -110,10 +134,10 @@ def _watch_backward(results: list[Tensor], lent: list[_Lent], watch: _C.ReleaseR
     watch.finish(results)
 
 
-def _results_for(results: Any, lent: list[_Lent]) -> Any:
+def _results_for(results: Any, lent: list[tuple[_Lent, Tensor]]) -> Any:
     def found(result: Any) -> Any:
-        for operand in lent:
-            result = operand.result_for(result)
+        for operand, source in lent:
+            result = operand.result_for(result, source)
         return result
 
     return tuple(map(found, results)) if type(results) is tuple else found(results)
@@ -124,19 +148,18 @@ def call_fetched(function: Callable[..., Any], args: Iterable[Any], target: torc
     watch = _C.ReleaseRefill(target)
     args = tuple(args)
     devices = _devices(args, target)
-    args, lent = _lend(args, target)
+    given, lent = _lend(args, target)
     try:
-        results = function(*args, **kwargs)
-        made = _tensors(results)
-        _expect(made, devices)
-        results = _results_for(results, lent)
+        made = function(*given, **kwargs)
+        _want_gradients_on(_tensors(made), devices)
+        results = _results_for(made, lent)
     finally:  # also where checkpointing has ended a recomputation early
-        for operand in lent:
+        for operand, _ in lent:
             operand.bring_home()
-    del args
-    lent = [operand for operand in lent if operand.is_kept()]
-    if lent:
-        _watch_backward(made, lent, watch)
+    del args, given
+    kept = [operand for operand, _ in lent if operand.is_kept()]
+    if kept:
+        _watch_backward(_tensors(made), kept, watch)
     return results
 
 
@@ -148,7 +171,7 @@ def _devices(args: Sequence[Any], target: torch.device | None) -> tuple[torch.de
     )
 
 
-def _expect(results: list[Tensor], devices: tuple[torch.device | None, ...]) -> None:
+def _want_gradients_on(results: list[Tensor], devices: tuple[torch.device | None, ...]) -> None:
     for result in results:
         if isinstance(result.grad_fn, function.BackwardCFunction):
             setattr(result.grad_fn, _DEVICES, devices)
@@ -164,28 +187,32 @@ def _moved(gradient: Any, device: torch.device | None) -> Any:
 
 
 def _is_left_alone(cls: type) -> bool:
-    # Compiled graphs and functorch's levels fetch by themselves. Checkpointing keeps its arguments, and hands them on as
-    # they are; so does what calls a module's hooks, to the module.
+    # Compiled graphs fetch by themselves. Checkpointing keeps its arguments, and hands them on as they are; so does what calls a
+    # module's hooks, to the module.
     module = cls.__module__
-    if not issubclass(cls, function.Function) or module in ("torch.utils.checkpoint", "torch.nn.modules._functions"):
-        return True
-    return module.startswith("torch._functorch._aot_autograd.")
+    return module in ("torch.utils.checkpoint", "torch.nn.modules._functions") or module.startswith(
+        "torch._functorch._aot_autograd."
+    )
 
 
-def _is_lent(value: Any) -> bool:
-    node = value.grad_fn if isinstance(value, Tensor) else None
-    return node is not None and node.name().endswith("FetchBackward") and _LENT in node.metadata
+def _lent_of(value: Any) -> tuple[weakref.ref[Tensor], torch.device] | None:
+    node = getattr(value, "node" if isinstance(value, graph.GradientEdge) else "grad_fn", None)
+    return node.metadata.get(_LENT) if node is not None and node.name() == "FetchBackward" else None
+
+
+def _node_of(value: Any) -> Any:
+    return value.node if isinstance(value, graph.GradientEdge) else value.grad_fn
 
 
 def _gradients(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of what was lent, all that there is of its source: uses of either."""
     outputs, gradients, retain_graph, create_graph, inputs, allow_unused = args
-    lent = [number for number, value in enumerate(inputs) if _is_lent(value)]
-    sources = tuple(graph.GradientEdge(*inputs[number].grad_fn.next_functions[0]) for number in lent)
+    targets = {number: lent[1] for number, lent in enumerate(map(_lent_of, inputs)) if lent is not None}
+    sources = tuple(graph.GradientEdge(*_node_of(inputs[number]).next_functions[0]) for number in targets)
     found = list(run(outputs, gradients, retain_graph, create_graph, (*inputs, *sources), True, **kwargs))
-    for number, gradient in zip(lent, found[len(inputs) :], strict=True):
+    for (number, target), gradient in zip(targets.items(), found[len(inputs) :], strict=True):
         if gradient is not None:  # which has come by way of the fetch, too
-            found[number] = _moved(gradient, _C.paired_device(gradient.device.index))
+            found[number] = _moved(gradient, target)
     found = found[: len(inputs)]
     if not allow_unused and any(gradient is None for gradient in found):
         raise RuntimeError(
@@ -193,6 +220,12 @@ def _gradients(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             "the desired behavior."
         )
     return tuple(found)
+
+
+def _source_of(value: Any) -> Any:
+    lent = _lent_of(value)
+    source = None if lent is None else lent[0]()
+    return value if source is None else source
 
 
 def register() -> None:
@@ -205,21 +238,21 @@ def register() -> None:
         if not any(map(is_offload, args)) or _is_left_alone(cls):
             return super(base, cls).apply(*args, **kwargs)
         _watch_gradients()
-        target = target_of(args)
+        # Of functorch's own classes the operands are wrapped, and what they do is fetched for further down.
+        target = target_of(args) if issubclass(cls, function.Function) else None
         if target is not None:
             return call_fetched(super(base, cls).apply, args, target, **kwargs)
         results = super(base, cls).apply(*args, **kwargs)
-        _expect(_tensors(results), _devices(args, None))
+        _want_gradients_on(_tensors(results), _devices(args, None))
         return results
 
     base.apply = classmethod(apply)
 
 
+@functools.cache
 def _watch_gradients() -> None:
     """For what functions with offload operands return from backward, and ask autograd for. From the first of these on."""
     backward = function.BackwardCFunction.apply
-    if getattr(backward, _DEVICES, False):
-        return
 
     def apply(self: Any, *args: Any) -> Any:
         returned = backward(self, *args)
@@ -228,16 +261,18 @@ def _watch_gradients() -> None:
             return returned
         if not isinstance(returned, tuple):
             return _moved(returned, devices[0])
-        return tuple(map(_moved, returned, devices)) if len(returned) == len(devices) else returned
+        # Beyond the operands there may be None.
+        return (*map(_moved, returned, devices), *returned[len(devices) :])
 
-    setattr(apply, _DEVICES, True)
     function.BackwardCFunction.apply = apply
     run = graph._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        # As torch.autograd.grad() calls it.
-        if len(args) == 6 and kwargs.get("accumulate_grad") is False and any(map(_is_lent, args[4])):
-            return _gradients(run, args, kwargs)
+        # As torch.autograd.grad() and torch.autograd.backward() call it.
+        if len(args) >= 5 and any(_lent_of(value) is not None for value in args[4]):
+            if not kwargs.get("accumulate_grad"):
+                return _gradients(run, args, kwargs)
+            args = (*args[:4], tuple(map(_source_of, args[4])), *args[5:])
         return run(*args, **kwargs)
 
     graph._engine_run_backward = run_backward

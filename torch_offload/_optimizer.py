@@ -1,6 +1,7 @@
 """Optimizer steps on the host: the scope around every step, and the CPU's choice of algorithm."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ def _holds_offload(optimizer: Optimizer) -> bool:
     )
 
 
-def _beside(closure: Callable[..., Any]) -> Callable[..., Any]:
+def _outside(closure: Callable[..., Any]) -> Callable[..., Any]:
     """A step's closure computes what a training loop computes, and where that does."""
 
     @functools.wraps(closure)
@@ -34,16 +35,19 @@ def _beside(closure: Callable[..., Any]) -> Callable[..., Any]:
 
 # Hooks of a step would not do: the one behind it is not called where the step raises.
 def _hosted(step: Callable[..., Any]) -> Callable[..., Any]:
+    names = list(inspect.signature(step).parameters)
+    place = names.index("closure") - 1 if "closure" in names else None
+
     @functools.wraps(step)
     def step_on_host(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # A compiled step is part of its graph, which computes on the device.
         if torch.compiler.is_dynamo_compiling() or not _holds_offload(self):
             return step(self, *args, **kwargs)
         _optimizer_steps.install()
-        if args and callable(args[0]):
-            args = (_beside(args[0]), *args[1:])
+        if place is not None and len(args) > place and callable(args[place]):
+            args = (*args[:place], _outside(args[place]), *args[place + 1 :])
         if callable(kwargs.get("closure")):
-            kwargs["closure"] = _beside(kwargs["closure"])
+            kwargs["closure"] = _outside(kwargs["closure"])
         with on_host():
             result = step(self, *args, **kwargs)
         claim_state(self)

@@ -23,8 +23,9 @@ at::Tensor cloneWithGaps(const at::Tensor& value) {
   for (const std::int64_t d : order) {
     if (value.stride(d) == 0) continue;
     if (value.stride(d) < walked) return value.clone(at::MemoryFormat::Contiguous); // its elements overlap
-    // Kernels are chosen by what rows begin at multiples of, too.
-    const std::int64_t gap = value.stride(d) == walked ? 0 : 1 + (value.stride(d) - next - 1) % period;
+    // Kernels are chosen by what rows begin at multiples of, too; rows that are shorter than that would take many times their bytes.
+    const std::int64_t least = next < period ? 1 : 1 + (value.stride(d) - next - 1) % period;
+    const std::int64_t gap = value.stride(d) == walked ? 0 : least;
     strides[d] = next + gap;
     walked = value.stride(d) * value.size(d);
     next = strides[d] * value.size(d);

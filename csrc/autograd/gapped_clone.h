@@ -5,9 +5,9 @@
 
 namespace offload {
 
-/// A copy whose strides are of the same kind, with gaps as small as can be that leave their remainders by kAlignment as they are: what
-/// takes it next goes by what is contiguous, what is repeated, what could be walked as one dimension and how rows are aligned. Not
-/// differentiable.
+/// A copy whose strides are of the same kind, with small gaps; those between rows of kAlignment bytes and more leave the remainders by
+/// that as they are. What takes it next goes by what is contiguous, what is repeated, what could be walked as one dimension and how
+/// rows are aligned. Not differentiable.
 at::Tensor cloneWithGaps(const at::Tensor& value);
 
 } // namespace offload

@@ -41,7 +41,7 @@ Schedule::Entry& Schedule::entryOf(const Key& key) {
   return found->second;
 }
 
-// Takes no longer than the pass did: the plan may be one of a thousand extents, and the pass one of two.
+// Looks at what the pass was made of, and not at all that is planned: that may be a thousand extents, and the pass one of two.
 void Schedule::finishPass() {
   dropUnasked();
   const bool news =
@@ -157,6 +157,7 @@ void Schedule::forget(const Block& block) noexcept {
     });
   }
   std::erase_if(entries_, [&](const auto& item) { return isOf(item.first); });
+  std::erase_if(unplanned_, isOf);
 }
 
 } // namespace offload

@@ -102,8 +102,7 @@ class Schedule {
 
   Forecast forecast_;
   std::unordered_map<Key, Entry, KeyHash> entries_;
-  std::vector<Key>
-      unplanned_; // all of those that are no part of the plan, and maybe some that are again, or have been forgotten
+  std::vector<Key> unplanned_; // all of those that are no part of the plan, and maybe some that are again
   std::uint64_t number_ = 1;
   std::uint64_t missed_ = 0;
   std::uint64_t lookAt_ = 0; // at what of `missed_` something may be due to leave the plan

@@ -233,12 +233,21 @@ PYBIND11_MODULE(_C, m) {
       .def("__enter__", [](const HostScope&) { HostScope::enter(); })
       .def("__exit__", [](const HostScope&, const py::args&) { HostScope::leave(); })
       .def_static("active", &HostScope::active);
-  // Leaves a scope for a while.
-  struct HostScopeBreak {};
+  // Leaves the innermost scope for a while, where there is one.
+  struct HostScopeBreak {
+    bool left = false;
+  };
   py::class_<HostScopeBreak>(m, "HostScopeBreak")
       .def(py::init<>())
-      .def("__enter__", [](const HostScopeBreak&) { HostScope::leave(); })
-      .def("__exit__", [](const HostScopeBreak&, const py::args&) { HostScope::enter(); });
+      .def(
+          "__enter__",
+          [](HostScopeBreak& self) {
+            self.left = HostScope::active();
+            HostScope::leave();
+          })
+      .def("__exit__", [](const HostScopeBreak& self, const py::args&) {
+        if (self.left) HostScope::enter();
+      });
   m.def("statistics", &statistics, py::arg("index") = 0);
   m.def("reset_peaks", &resetPeaks, py::arg("index") = 0);
   m.def("reset_ever", &resetEver, py::arg("index") = 0);

@@ -62,13 +62,15 @@ def test_sums_of_gradients_with_gaps(feed):
     same(run)
 
 
-def test_rows_of_a_gradient_with_gaps_are_aligned_as_they_were():
-    x = data(6, 256, device=OFFLOAD).requires_grad_()
+@pytest.mark.parametrize(("width", "expected"), [(256, (320, 1)), (2, (3, 1))])
+def test_rows_of_a_gradient_with_gaps_are_aligned_as_they_were(width, expected):
+    """Of 768 elements, which is a multiple of 256 bytes. Short ones would take many times their bytes."""
+    x = data(6, width, device=OFFLOAD).requires_grad_()
     h = x * 1
     strides = []
     h.register_hook(lambda gradient: strides.append(gradient.stride()))
-    torch.cat([h, data(6, 512, device=OFFLOAD)], 1).square().sum().backward()
-    assert strides == [(320, 1)]  # of 768, which is a multiple of 256 bytes too
+    torch.cat([h, data(6, 768 - width, device=OFFLOAD)], 1).square().sum().backward()
+    assert strides == [expected]
     torch.testing.assert_close(x.grad.cpu(), 2 * x.detach().cpu())
 
 

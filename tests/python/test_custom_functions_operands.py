@@ -1,10 +1,13 @@
 """Users' ``torch.autograd.Function``s that know an offload operand by more than the argument: as a module's parameter, by
 what was put on it, or as their result."""
 
+import weakref
+
 import pytest
 import torch
 from helpers import CACHED, COMPUTE, OFFLOAD, data, same
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 import torch_offload
 
@@ -83,6 +86,42 @@ def test_gradients_with_respect_to_what_has_no_part_in_it(unused):
     same(run)
 
 
+class AddsToWhatItIsGiven(ChecksPoints):
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [x.detach().requires_grad_() for x in ctx.inputs]
+        with torch.enable_grad():
+            y = ctx.module(*inputs)
+        torch.autograd.backward(y, gradient, inputs=inputs + ctx.parameters)
+        return (
+            None,
+            None,
+            None,
+            inputs[0].grad,
+            *[None] * len(ctx.parameters),
+            None,
+            None,
+        )  # some more than were asked for
+
+
+class AsksByEdges(ChecksPoints):
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.parameters = list(map(get_gradient_edge, ctx.parameters))
+        return ChecksPoints.backward(ctx, gradient)
+
+
+@pytest.mark.parametrize("function", [AddsToWhatItIsGiven, AsksByEdges])
+def test_other_ways_to_ask_for_gradients(function):
+    def run(device):
+        net, x = small_net(device), data(6, 8).requires_grad_()
+        for _ in range(2):
+            function.apply(net, 1, False, x, *net.parameters()).square().mean().backward()
+        return x.grad, [parameter.grad for parameter in net.parameters()]
+
+    same(run)
+
+
 class UsesBoth(torch.autograd.Function):
     """The operand and the parameter, which are one."""
 
@@ -144,6 +183,65 @@ def test_gradients_that_a_backward_adds_up_by_itself(has_main):
         assert found.device == weight.device
         assert (weight.grad is None) == has_main
         return found, x.grad
+
+    same(run)
+
+
+class TellsWhatItHasAdded(torch.autograd.Function):
+    """As Megatron does: what it returns is a gradient that a hook is to leave out, where the weight says so."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.weight.main_grad.add_(gradient.t() @ ctx.saved_tensors[0])
+        ctx.weight.added = True
+        return gradient @ ctx.weight, torch.full_like(ctx.weight, torch.nan)
+
+
+def test_what_a_backward_puts_on_its_operand():
+    def run(device):
+        weight = nn.Parameter(data(4, 8, device=device))
+        weight.main_grad, weight.added = torch.zeros_like(weight), False
+
+        def hook(parameter):
+            if not parameter.added:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+        weight.register_post_accumulate_grad_hook(hook)
+        TellsWhatItHasAdded.apply(data(6, 8), weight).square().sum().backward()
+        assert weight.added
+        return weight.main_grad
+
+    same(run)
+
+
+class RetainsItsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight = ctx.weight
+        weight.retain_grad()  # of a leaf, nothing
+        with torch.enable_grad():
+            (ctx.saved_tensors[0].detach() @ weight).backward(gradient)
+        return None, None
+
+
+def test_a_gradient_that_is_retained_is_added_once():
+    def run(device):
+        weight = nn.Parameter(data(4, 4, device=device))
+        RetainsItsGradient.apply(data(3, 4, seed=1), weight).square().sum().backward()
+        return weight.grad
 
     same(run)
 
@@ -211,6 +309,60 @@ def test_an_operand_that_is_changed_in_place(function):
     same(run)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_operand_that_is_changed_in_place_goes_when_nobody_has_it(backward):
+    x, factor = data(3, 4, device=OFFLOAD).requires_grad_(), torch.full((4,), 2.0, device=COMPUTE)
+    y = x * 1
+    z = ScalesInPlace.apply(y, factor)
+    if backward:
+        z.sum().backward()
+    gone = weakref.ref(y)
+    del y, z
+    assert gone() is None
+
+
+def test_a_state_that_takes_over_the_result_goes_when_nobody_has_it():
+    state, x = data(3, 4, device=OFFLOAD), data(3, 4).requires_grad_()
+    state.copy_(KeepsBoth.apply(x, state))
+    gone = weakref.ref(state)
+    del state
+    assert gone() is None
+
+
+class KeepsBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, state):
+        ctx.save_for_backward(x, state)
+        return x * state
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, state = ctx.saved_tensors
+        return gradient * state, gradient * x
+
+
+class ScalesTangentsInPlace(ScalesInPlace):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return ScalesInPlace.forward(ctx, x, factor)
+
+    @staticmethod
+    def jvp(ctx, tangent, of_factor):
+        return tangent.mul_(ctx.factor)
+
+
+def test_the_tangent_of_what_is_changed_in_place():
+    def run(device):
+        factor = torch.full((4,), 2.0, device=COMPUTE)
+        with torch.autograd.forward_ad.dual_level():
+            x = torch.autograd.forward_ad.make_dual(data(3, 4, device=device), data(3, 4, device=device, seed=3))
+            ScalesTangentsInPlace.apply(x, factor)
+            return tuple(torch.autograd.forward_ad.unpack_dual(x))
+
+    same(run)
+
+
 def test_an_operand_that_is_changed_in_place_without_gradients():
     def run(device):
         x, factor = data(3, 4, device=device), torch.full((4,), 2.0, device=COMPUTE)
@@ -247,6 +399,18 @@ def test_writes_in_inference_mode_come_home(mode):
     same(run)
 
 
+@pytest.mark.skipif(not CACHED, reason="nothing is copied where there is no cache")
+def test_reads_in_inference_mode_copy_nothing_home():
+    with torch.inference_mode():
+        weight = data(4, 8).to(OFFLOAD)
+        torch_offload.synchronize()
+        before = torch_offload.memory_stats()["link.copies_to_host"]
+        for _ in range(3):
+            KeepsBoth.apply(data(4, 8), weight)
+        torch_offload.synchronize()
+        assert torch_offload.memory_stats()["link.copies_to_host"] == before
+
+
 class WritesInForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, count):
@@ -274,6 +438,33 @@ def test_a_write_in_forward_comes_home_once():
     assert written == 1
     assert copies(y.backward)[1] == 0
     torch.testing.assert_close(x.grad.cpu(), torch.ones(3))
+
+
+class Generated(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight):
+        return x * weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, gradient * x
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_transforms_with_respect_to_an_operand(transform):
+    def run(device):
+        x, weight = data(4), data(4, device=device, seed=1)
+        function = Generated.apply if transform is torch.func.jacrev else lambda x, w: Generated.apply(x, w).sum()
+        return transform(lambda w: function(x, w))(weight)
+
+    same(run)
 
 
 class Remembers(nn.Module):

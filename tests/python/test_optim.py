@@ -446,6 +446,29 @@ def test_a_closure_computes_where_a_loop_does():
     assert not _C.HostScope.active()
 
 
+def test_a_closure_that_is_called_after_its_step():
+    class Keeps(torch.optim.SGD):
+        def step(self, closure):
+            self.kept = closure
+
+    optimizer = Keeps([nn.Parameter(data(3, device=OFFLOAD))], lr=0.1)
+    optimizer.step(lambda: _C.HostScope.active())
+    assert not optimizer.kept()
+    assert not _C.HostScope.active()
+
+
+def test_a_step_that_takes_something_else():
+    class Copies(torch.optim.SGD):
+        def step(self, net):
+            for group in self.param_groups:
+                for parameter, source in zip(group["params"], net.parameters(), strict=True):
+                    parameter.data.copy_(source)
+
+    leaf, net = nn.Parameter(data(1, 3, device=OFFLOAD)), nn.Linear(3, 1, bias=False)
+    Copies([leaf], lr=0.1).step(net)
+    torch.testing.assert_close(leaf.detach().cpu(), net.weight.detach())
+
+
 def test_a_closure_that_fails_leaves_nothing_behind():
     weight = nn.Parameter(data(3, device=OFFLOAD))
     optimizer = torch.optim.SGD([weight], lr=0.1)
