@@ -22,7 +22,7 @@ from torch.autograd import forward_ad, function, graph
 from torch_offload import _C
 from torch_offload._wrappers import fetched, is_offload, target_of
 
-_LENT = "offload.lent"  # in the metadata of a fetch's node, where what it gives was lent: of what, and where that was fetched to
+_LENT = "offload.lent"  # in the metadata of a fetch's node, where what it gives was lent: its source, and the fetch's target
 _DEVICES = "_offload_devices"  # of a function's context: where autograd wants the gradient of each argument
 
 
@@ -187,8 +187,8 @@ def _moved(gradient: Any, device: torch.device | None) -> Any:
 
 
 def _is_left_alone(cls: type) -> bool:
-    # Compiled graphs fetch by themselves. Checkpointing keeps its arguments, and hands them on as they are; so does what calls a
-    # module's hooks, to the module.
+    # Compiled graphs fetch by themselves. Checkpointing keeps its arguments, and hands them on as they are; so does what
+    # calls a module's hooks, to the module.
     module = cls.__module__
     return module in ("torch.utils.checkpoint", "torch.nn.modules._functions") or module.startswith(
         "torch._functorch._aot_autograd."
