@@ -195,13 +195,13 @@ def _is_left_alone(cls: type) -> bool:
     )
 
 
-def _lent_of(value: Any) -> tuple[weakref.ref[Tensor], torch.device] | None:
-    node = getattr(value, "node" if isinstance(value, graph.GradientEdge) else "grad_fn", None)
-    return node.metadata.get(_LENT) if node is not None and node.name() == "FetchBackward" else None
-
-
 def _node_of(value: Any) -> Any:
     return value.node if isinstance(value, graph.GradientEdge) else value.grad_fn
+
+
+def _lent_of(value: Any) -> tuple[weakref.ref[Tensor], torch.device] | None:
+    node = _node_of(value)
+    return node.metadata.get(_LENT) if node is not None and node.name() == "FetchBackward" else None
 
 
 def _gradients(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
