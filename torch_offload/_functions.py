@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad, function, graph
 
 from torch_offload import _C
@@ -107,7 +108,8 @@ def _lend(args: Sequence[Any], target: torch.device) -> tuple[list[Any], list[tu
     given, lent = [], []
     for source in args:
         value = fetched(source, target)
-        if value is not source and type(value) is Tensor:
+        # Of functorch's wrappers, what is inside is lent further down.
+        if value is not source and type(value) is Tensor and not is_functorch_wrapped_tensor(value):
             value = _with_counter(value)
             if not value.is_inference():
                 lent.append((_Lent(source, value, target), source))
