@@ -215,8 +215,12 @@ def test_a_compiled_model_that_is_moved_away(backend, trains):
     with torch.set_grad_enabled(trains):
         call(x)
         model.to(COMPUTE)
-        # PyTorch looks at what a function is given, and not at its modules' parameters.
-        with pytest.raises(RuntimeError, match=r"was given one on .*call torch.compiler.reset\(\)"):
-            call(x)
-        torch.compiler.reset()
-        torch.testing.assert_close(call(x), model(x))
+        try:
+            y = call(x)
+        except RuntimeError as error:
+            # PyTorch 2.11 looks at what a function is given, and not at its modules' parameters; 2.15 compiles again.
+            assert re.search(r"was given one on .*call torch.compiler.reset\(\)", str(error))  # noqa: PT017
+            assert not torch.__version__.startswith("2.15")
+            torch.compiler.reset()
+            y = call(x)
+        torch.testing.assert_close(y, model(x))
