@@ -55,7 +55,28 @@ TEST(BringHome, WhatIsOnTheDeviceAloneStaysThere) {
   EXPECT_EQ(rig.sim.reports(), std::vector<std::string>());
 }
 
-class BringHomeOfJobs : public testing::TestWithParam<HostJobs::When> {};
+/// A Block that was fetched, and that a job is about to write to.
+class BringHomeOfJobs : public testing::TestWithParam<HostJobs::When> {
+ protected:
+  BringHomeOfJobs() {
+    // Where a thread does them, what comes first takes long.
+    if (GetParam() == HostJobs::When::Soon)
+      rig.cache.runLater({{block.get(), Access::Read}}, [this] { goOn.get_future().wait(); });
+    rig.cache.runLater({{block.get(), Access::Write}}, [this] { std::memcpy(block->data, pattern(2, 1000).data(), 1000); });
+  }
+
+  static CoreOptions options() {
+    CoreOptions options;
+    options.cache.hostJobs = GetParam();
+    return options;
+  }
+
+  std::promise<void> goOn;
+  Rig rig{options()};
+  const Stream stream = rig.sim.createStream(0);
+  const decltype(rig.newBlock(1)) block = rig.newBlock(pattern(1, 1000));
+  const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
+};
 INSTANTIATE_TEST_SUITE_P(
     Whenever, BringHomeOfJobs, testing::Values(HostJobs::When::AtOnce, HostJobs::When::Wanted, HostJobs::When::Soon),
     [](const auto& info) {
@@ -64,18 +85,6 @@ INSTANTIATE_TEST_SUITE_P(
 
 // The Block is written to since, though nobody has waited for that yet.
 TEST_P(BringHomeOfJobs, WhatAJobIsAboutToWriteIsNotOverwritten) {
-  CoreOptions options;
-  options.cache.hostJobs = GetParam();
-  Rig rig(options);
-  const Stream stream = rig.sim.createStream(0);
-  const auto block = rig.newBlock(pattern(1, 1000));
-  const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
-  std::promise<void> goOn;
-  if (GetParam() != HostJobs::When::AtOnce) // what comes first takes long
-    rig.cache.runLater({{block.get(), Access::Read}}, [&] {
-      if (GetParam() == HostJobs::When::Soon) goOn.get_future().wait();
-    });
-  rig.cache.runLater({{block.get(), Access::Write}}, [&] { std::memcpy(block->data, pattern(2, 1000).data(), 1000); });
   std::thread later([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     goOn.set_value();
@@ -87,15 +96,6 @@ TEST_P(BringHomeOfJobs, WhatAJobIsAboutToWriteIsNotOverwritten) {
 }
 
 TEST_P(BringHomeOfJobs, WhatAJobIsAboutToWriteIsNoSource) {
-  CoreOptions options;
-  options.cache.hostJobs = GetParam();
-  Rig rig(options);
-  const Stream stream = rig.sim.createStream(0);
-  const auto block = rig.newBlock(pattern(1, 1000));
-  const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
-  std::promise<void> goOn;
-  if (GetParam() == HostJobs::When::Soon) rig.cache.runLater({{block.get(), Access::Read}}, [&] { goOn.get_future().wait(); });
-  rig.cache.runLater({{block.get(), Access::Write}}, [&] { std::memcpy(block->data, pattern(2, 1000).data(), 1000); });
   EXPECT_EQ(rig.cache.retainSource(pin), nullptr) << "a fetch of it gives other bytes than the Pin shows";
   goOn.set_value();
   rig.cache.finishJobs();
