@@ -28,4 +28,10 @@ struct Extent {
   friend bool operator==(const Extent&, const Extent&) = default;
 };
 
+struct ExtentHash {
+  std::size_t operator()(const Extent& extent) const noexcept {
+    return extent.begin * 0x9E3779B97F4A7C15U ^ extent.end;
+  }
+};
+
 } // namespace offload

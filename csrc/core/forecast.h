@@ -91,12 +91,6 @@ class Forecast {
   static bool isNear(std::uint64_t place, std::uint64_t to) noexcept;
   void dropOldHalf();
 
-  struct ExtentHash {
-    std::size_t operator()(const Extent& extent) const noexcept {
-      return extent.begin * 0x9E3779B97F4A7C15U ^ extent.end;
-    }
-  };
-
   std::unordered_map<const Block*, std::unordered_map<Extent, Entry, ExtentHash>> entries_;
   std::vector<Occurrence> history_;
   std::uint64_t base_ = 0; // number of the first occurrence that is still kept

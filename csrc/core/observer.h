@@ -29,7 +29,8 @@ struct Observation {
 };
 
 /// Called on the thread that does something, with no lock of this library held, so it may ask for statistics. It must not throw, and
-/// not fetch, store or lease. Evictions may come while PyTorch's allocator holds its lock: no device memory may be asked for.
+/// not fetch, store or lease, nor take the GIL or wait for another thread: that one may wait for the copy which this is about.
+/// Evictions may come while PyTorch's allocator holds its lock: no device memory may be asked for.
 class Observer {
  public:
   /// Ends with the activity.

@@ -20,6 +20,7 @@ Observation workOn(const std::vector<Residency::Claim>& claims) {
 } // namespace
 
 void Residency::runLater(std::vector<Claim> claims, std::function<void()> work) {
+  const auto audited = audit("runLater");
   hostErrors_.raise();
   if (claims.empty()) return work();
   HostJobs::Job job;

@@ -36,28 +36,44 @@ bool Schedule::record(Block& block, Extent extent) {
 }
 
 Schedule::Entry& Schedule::entryOf(const Key& key) {
-  const auto [found, isNew] = entries_.try_emplace(key);
-  if (isNew) unplanned_.push_back(key);
+  const auto [found, isNew] = entries_[key.block].try_emplace(key.extent);
+  if (isNew) {
+    ++count_;
+    unplanned_.push_back(key);
+  }
   return found->second;
+}
+
+const Schedule::Entry* Schedule::find(const Key& key) const {
+  const auto ofBlock = entries_.find(key.block);
+  if (ofBlock == entries_.end()) return nullptr;
+  const auto found = ofBlock->second.find(key.extent);
+  return found != ofBlock->second.end() ? &found->second : nullptr;
+}
+
+void Schedule::erase(const Key& key) {
+  const auto ofBlock = entries_.find(key.block);
+  count_ -= ofBlock->second.erase(key.extent);
+  if (ofBlock->second.empty()) entries_.erase(ofBlock);
 }
 
 // Looks at what the pass was made of, and not at all that is planned: that may be a thousand extents, and the pass one of two.
 void Schedule::finishPass() {
   dropUnasked();
   const bool news =
-      std::any_of(current_.order.begin(), current_.order.end(), [this](const Key& key) { return !entries_[key].planned; });
+      std::any_of(current_.order.begin(), current_.order.end(), [this](const Key& key) { return !entryOf(key).planned; });
   if (news && current_.bytes >= planned_.bytes) {
     for (const Key& key : planned_.order) leavePlan(key);
     planned_ = std::move(current_);
     stale_ = true;
-    for (const Key& key : planned_.order) entries_[key].planned = true;
+    for (const Key& key : planned_.order) entryOf(key).planned = true;
   }
   current_ = {};
   std::erase_if(unplanned_, [this](const Key& key) {
-    const auto found = entries_.find(key);
-    if (found == entries_.end() || found->second.planned) return true;
-    if (found->second.leftPlan == number_) return false;
-    entries_.erase(found);
+    const Entry* const entry = find(key);
+    if (entry == nullptr || entry->planned) return true;
+    if (entry->leftPlan == number_) return false;
+    erase(key);
     return true;
   });
   ++number_;
@@ -68,7 +84,7 @@ void Schedule::dropUnasked() {
   lookAt_ = missed_ + planned_.bytes;
   const std::uint64_t patience = kCyclesUnasked * planned_.bytes;
   std::erase_if(planned_.order, [&](const Key& key) {
-    if (missed_ - entries_[key].askedAt <= patience) return false;
+    if (missed_ - entryOf(key).askedAt <= patience) return false;
     leavePlan(key);
     planned_.bytes -= key.extent.bytes();
     return true;
@@ -76,7 +92,7 @@ void Schedule::dropUnasked() {
 }
 
 void Schedule::leavePlan(const Key& key) {
-  Entry& entry = entries_[key];
+  Entry& entry = entryOf(key);
   entry.leftPlan = number_;
   if (entry.planned) unplanned_.push_back(key);
   entry.planned = entry.stays = false;
@@ -87,7 +103,7 @@ bool Schedule::plan(std::size_t budget) {
   stale_ = false;
   bool changed = std::exchange(left_, false);
   auto choose = [&](const Key& key, bool stays) {
-    Entry& entry = entries_[key];
+    Entry& entry = entryOf(key);
     changed = changed || entry.stays != stays;
     entry.stays = stays;
     if (stays) kept_ += key.extent.bytes();
@@ -127,10 +143,8 @@ bool Schedule::admit(const std::vector<Block*>& changed, std::size_t readBytes, 
 
 // None where it has no part in the plan, nor had one at the end of the last pass.
 std::optional<bool> Schedule::planned(const Key& key) const {
-  const auto found = entries_.find(key);
-  if (found == entries_.end()) return std::nullopt;
-  const Entry& entry = found->second;
-  return entry.planned || entry.leftPlan != 0 ? std::optional(entry.stays) : std::nullopt;
+  const Entry* const entry = find(key);
+  return entry != nullptr && (entry->planned || entry->leftPlan != 0) ? std::optional(entry->stays) : std::nullopt;
 }
 
 Guests::Plan Schedule::planned() const {
@@ -148,16 +162,25 @@ void Schedule::forget(const Block& block) noexcept {
   guests_.forget(block);
   if (!block.scheduled) return;
   forecast_.forget(block);
-  auto isOf = [&block](const Key& key) { return key.block == &block; };
-  for (Pass* pass : {&current_, &planned_}) {
-    std::erase_if(pass->order, [&](const Key& key) {
-      if (isOf(key)) stale_ = true;
-      if (isOf(key)) pass->bytes -= key.extent.bytes();
+  const auto entries = entries_.find(&block);
+  if (entries == entries_.end()) return;
+  const auto isOf = [&block](const Key& key) { return key.block == &block; };
+  // Only where it is: a program may let go of thousands at its end.
+  const auto leave = [&](Pass& pass) {
+    std::erase_if(pass.order, [&](const Key& key) {
+      if (isOf(key)) pass.bytes -= key.extent.bytes();
       return isOf(key);
     });
-  }
-  std::erase_if(entries_, [&](const auto& item) { return isOf(item.first); });
-  std::erase_if(unplanned_, isOf);
+    stale_ = true;
+  };
+  const auto any = [&](auto where) {
+    return std::ranges::any_of(entries->second, [&](const auto& item) { return where(item.second); });
+  };
+  if (any([](const Entry& entry) { return entry.planned; })) leave(planned_);
+  if (any([this](const Entry& entry) { return entry.lastPass == number_; })) leave(current_);
+  if (any([](const Entry& entry) { return !entry.planned; })) std::erase_if(unplanned_, isOf);
+  count_ -= entries->second.size();
+  entries_.erase(entries);
 }
 
 } // namespace offload

@@ -67,7 +67,7 @@ class Schedule {
   }
 
   std::size_t entryCount() const noexcept {
-    return entries_.size();
+    return count_;
   }
 
  private:
@@ -75,11 +75,6 @@ class Schedule {
     const Block* block;
     Extent extent;
     friend bool operator==(const Key&, const Key&) = default;
-  };
-  struct KeyHash {
-    std::size_t operator()(const Key& key) const noexcept {
-      return std::hash<const void*>()(key.block) ^ (key.extent.begin * 0x9E3779B97F4A7C15U);
-    }
   };
   struct Entry {
     std::uint64_t lastPass = 0;
@@ -94,6 +89,8 @@ class Schedule {
   };
 
   Entry& entryOf(const Key& key);
+  const Entry* find(const Key& key) const;
+  void erase(const Key& key);
   void finishPass();
   void dropUnasked();
   void leavePlan(const Key& key);
@@ -101,7 +98,8 @@ class Schedule {
   Guests::Plan planned() const;
 
   Forecast forecast_;
-  std::unordered_map<Key, Entry, KeyHash> entries_;
+  std::unordered_map<const Block*, std::unordered_map<Extent, Entry, ExtentHash>> entries_;
+  std::size_t count_ = 0; // of them
   std::vector<Key> unplanned_; // all of those that are no part of the plan, and maybe some that are again
   std::uint64_t number_ = 1;
   std::uint64_t missed_ = 0;

@@ -109,14 +109,7 @@ bool Residency::beginUpdate(const std::vector<Claim>& claims, const std::vector<
 // It goes home at once, so that it may be given up whenever PyTorch's allocator is short of memory. What the Link refuses stays Dirty.
 void Residency::endUpdate(const std::vector<Claim>& claims, const std::vector<Pin>& pins, Stream stream, bool changed) {
   Device& dev = device(stream.device);
-  Token made;
-  if (changed) {
-    try {
-      made = events_.record(stream);
-    } catch (const Error&) {
-      made = events_.defer(stream); // later on the stream, which says no less
-    }
-  }
+  const Token made = changed ? events_.record(stream) : Token();
   Slots retired;
   {
     const Lock lock(mutex_);

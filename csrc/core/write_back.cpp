@@ -151,6 +151,7 @@ void Residency::beforeChange(const Pin& pin, Stream stream) {
 }
 
 void Residency::bringHome(const Pin& pin, Stream producer) {
+  const auto audited = audit("bringHome");
   const std::shared_ptr<Slot> slot = pin.slot_;
   Block* block = nullptr;
   std::uint64_t before = 0;
