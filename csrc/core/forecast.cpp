@@ -19,7 +19,8 @@ void Forecast::follow(Block& block, Extent extent) {
   Entry& entry = entryOf(block, extent);
   const bool foretold = followed_ != kNowhere && holds(followed_ + 1) && at(followed_ + 1).entry == &entry;
   const std::uint64_t index = count();
-  history_.push_back({&entry, entry.last, entry.last != kNowhere ? block.version - entry.version : 0});
+  const std::uint64_t writes = entry.last != kNowhere ? block.version - entry.version : 0;
+  history_.push_back({&entry, entry.last, writes, writes == 0 && holds(entry.last) ? at(entry.last).since : index});
   entry.last = index;
   entry.version = block.version;
   block.scheduled = true;
@@ -59,6 +60,8 @@ Forecast::Expected Forecast::expected(std::uint64_t distance) const {
   const Entry& entry = *occurrence.entry;
   std::uint64_t writes = 0; // that there will have been by then
   for (std::uint64_t index = followed_ + distance; holds(index) && index > followed_; index = at(index).before) {
+    index = at(index).since;
+    if (!holds(index) || index <= followed_) break;
     writes += at(index).writes;
   }
   return {entry.block, entry.extent, writes > entry.block->version - entry.version};

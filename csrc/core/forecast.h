@@ -76,6 +76,7 @@ class Forecast {
     Entry* entry; // null once the Block is gone
     std::uint64_t before; // the occurrence of the same entry before this one
     std::uint64_t writes; // to the Block, between the two
+    std::uint64_t since; // the first occurrence from which on there were none up to this one
   };
 
   Entry& entryOf(Block& block, Extent extent);

@@ -228,6 +228,22 @@ TEST_F(ForecastTest, WhatTheHostWritesEveryTimeIsNotThereBeforeItHas) {
   EXPECT_EQ(next(3), "ABC") << "it was not written this time";
 }
 
+TEST_F(ForecastTest, WhatComesManyTimesBetweenTwoWritesIsThereFromTheFirstOn) {
+  fetch("AAAB");
+  for (int step = 0; step < 2; ++step) {
+    write("A");
+    fetch("AAAB");
+  }
+  EXPECT_EQ(next(5), "aaaB.");
+  write("A");
+  EXPECT_EQ(next(4), "AAAB");
+  fetch("A");
+  EXPECT_EQ(next(5), "AABa.");
+  fetch("AAB");
+  fetch("AAAB");
+  EXPECT_EQ(next(4), "AAAB") << "it was not written this time";
+}
+
 TEST_F(ForecastTest, WhatIsForgottenIsUnknown) {
   fetch("ABCDABCD");
   forget('B');
