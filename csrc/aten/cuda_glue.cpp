@@ -17,12 +17,25 @@ std::size_t totalMemory() {
   return at::cuda::getDeviceProperties(0)->totalGlobalMem;
 }
 
+namespace {
+
+// PyTorch's own streams are there for good. One that somebody else has made is known to it by its handle, and so by nothing once that
+// is another one's.
+Stream named(c10::cuda::CUDAStream stream) {
+  const auto handle = stream.stream();
+  unsigned long long id = 0;
+  if (handle != nullptr && stream.id() == reinterpret_cast<c10::StreamId>(handle)) (void)cudaStreamGetId(handle, &id);
+  return {stream.device_index(), handle, id};
+}
+
+} // namespace
+
 Stream currentStream(c10::DeviceIndex index) {
-  return {index, c10::cuda::getCurrentCUDAStream(index).stream()};
+  return named(c10::cuda::getCurrentCUDAStream(index));
 }
 
 Stream streamOf(c10::Stream stream) {
-  return {stream.device_index(), c10::cuda::CUDAStream(stream).stream()};
+  return named(c10::cuda::CUDAStream(stream));
 }
 
 BesideCaptures::BesideCaptures() noexcept {

@@ -314,8 +314,9 @@ void Residency::unpin(const std::shared_ptr<Slot>& slot, const StreamSet& stream
     Lock lock(mutex_);
     if (closed_) return;
     // Memory that stays is not wanted soon, if ever, and on its home stream it is reused in order anyway. An event that is recorded
-    // when somebody asks then costs this call nothing, and tells no less.
-    if (slot->share == Share::Staying || streams.isOnly(slot->buffer.home)) {
+    // when somebody asks then costs this call nothing, and tells no less; but of a stream that may be gone by then.
+    const bool mayBeGone = std::ranges::any_of(streams, [](Stream stream) { return stream.id != 0; });
+    if (!mayBeGone && (slot->share == Share::Staying || streams.isOnly(slot->buffer.home))) {
       for (Stream stream : streams) slot->readers.add(events_.defer(stream));
       letGo(slot, retired);
     } else {

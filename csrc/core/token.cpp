@@ -57,13 +57,14 @@ struct Token::Record {
   // Recorded when first asked for where the Link refused earlier: a later place on the stream tells no less.
   Event recordedEvent() {
     if (Event known = event.load()) return known;
-    refuseCapture();
+    const bool later = deferred || begun; // than when the work was enqueued, which was in no capture
+    if (later) refuseCapture();
     Event fresh = pool->take(stream.device);
     Event known = nullptr;
     begun.store(true);
     try {
       pool->link.record(fresh, stream);
-      refuseCapture(); // which another thread may have begun between the two
+      if (later) refuseCapture(); // which another thread may have begun between the two
     } catch (...) {
       pool->giveBack(stream.device, fresh);
       throw;
@@ -79,7 +80,7 @@ struct Token::Record {
 
   // An event of a capture is none of ours, and whoever waited for it would become part of the graph.
   void refuseCapture() const {
-    if (deferred && pool->link.capturing(stream)) throw Error("offload: no event may be recorded during capture.");
+    if (pool->link.capturing(stream)) throw Error("offload: no event may be recorded during capture.");
   }
 
   const std::shared_ptr<EventPool::Shared> pool;

@@ -56,6 +56,23 @@ TEST(Capture, AnUnpinDuringCaptureIsMadeUpFor) {
   rig.sim.drain();
 }
 
+// Else the event would be one of the graph, and the stream that waits for it a part of that.
+TEST(Capture, ATokenThatWasRefusedGetsItsPlaceWhenTheCaptureIsOver) {
+  BasicRig<CapturingLink> rig;
+  const Stream stream = rig.sim.createStream(0);
+  const Stream other = rig.sim.createStream(0);
+  EventPool events(rig.link);
+  rig.link.fail(2); // to record the event
+  const Token token = events.record(stream);
+  EXPECT_EQ(rig.link.failures(), 1U);
+  rig.link.fail(0);
+  rig.link.captured = stream;
+  EXPECT_THROW(token.orderBefore(other), Error);
+  rig.link.captured.device = -1;
+  token.orderBefore(other);
+  token.wait();
+}
+
 /// What stays, and has been read on a stream: it is unpinned by a deferred token, which may be asked while that is being captured.
 class CaptureOfAReader : public ::testing::Test {
  protected:

@@ -151,6 +151,24 @@ TEST(Token, DefaultStreamsOfTwoDevicesAreTwoStreams) {
   EXPECT_EQ(rig.link.waits, 1);
 }
 
+TEST(Token, StreamsThatHaveOneHandleAfterAnotherAreTwoStreams) {
+  TokenRig rig;
+  Stream later = rig.one;
+  later.id = 1;
+  const Token before = rig.pool.record(rig.one);
+  EXPECT_FALSE(before.isOn(later));
+  before.orderBefore(later);
+  EXPECT_EQ(rig.link.waits, 1);
+  TokenSet both;
+  both.add(before);
+  both.add(rig.pool.record(later));
+  EXPECT_EQ(both.all().size(), 2U);
+  StreamSet streams(rig.one);
+  streams.add(later);
+  EXPECT_EQ(streams.end() - streams.begin(), 2);
+  rig.sim.drain();
+}
+
 TEST(Token, ARecycledEventKeepsTheOrderGivenBefore) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     TokenRig rig(seed);

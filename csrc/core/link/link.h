@@ -24,6 +24,8 @@ namespace offload {
 struct Stream {
   int device = 0;
   void* handle = nullptr;
+  /// Tells streams apart that have one handle after another, or each in its thread; zero for one that is there for good.
+  std::uint64_t id = 0;
 
   friend bool operator==(const Stream&, const Stream&) = default;
 };
