@@ -168,7 +168,8 @@ class Residency {
   /// somebody else uses what is to be written, or is to.
   bool updateThere(const std::vector<Claim>& claims, Stream stream, const std::function<void(const std::vector<void*>&)>& work);
 
-  /// Orders `stream` after all that reads the device bytes of a Pin, copies home among it: for who is about to change them.
+  /// Orders `stream` after all that reads the device bytes of a Pin, copies home among it: for who is about to change them. What is on
+  /// the device alone does not go home to make room until it is unpinned. The caller keeps the Block.
   void beforeChange(const Pin& pin, Stream stream);
 
   /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where
@@ -229,7 +230,7 @@ class Residency {
     Transfer transfer;
     SlotQueue queue;
     Schedule schedule;
-    std::size_t ring = 0; // the bytes that may pass, as of the last fetch
+    std::size_t ring = 0; // the bytes that may pass, as of the last fetch that found nothing
     std::size_t budget = 0;
     std::size_t planned = 0; // the budget that the plan was made for
     std::size_t lookAt = 0; // how many bytes on the budget's account make another look due

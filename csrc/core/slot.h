@@ -92,6 +92,8 @@ struct Slot {
   bool isAhead = false; // as of when it was listed last
   /// A result whose bytes are being copied home, or have been.
   bool isLeaving = false;
+  /// Who has it pinned may change its bytes, as of beforeChange().
+  bool mayChange = false;
   /// It was fetched ahead, and nobody has asked for it yet.
   bool unused = false;
   /// Place in its SlotQueue, from when it is charged until it is retired.

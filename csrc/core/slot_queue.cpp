@@ -19,10 +19,13 @@ std::size_t* SlotQueue::accountOf(const Slot& slot) {
   return slot.share == Share::Dirty ? &stats.dirtyBytes : &stats.stayingBytes;
 }
 
-std::size_t* SlotQueue::tallyOf(const List& list) {
-  if (&list == &passing_) return &idleBytes_;
-  if (&list == &leaving_) return &leavingBytes_;
-  return &list == &ahead_ ? &aheadBytes_ : nullptr;
+void SlotQueue::tally(const List& list, const Slot& slot, bool in) {
+  const auto count = [bytes = slot.buffer.bytes, in](std::size_t& sum) { in ? sum += bytes : sum -= bytes; };
+  if (&list == &passing_) count(idleBytes_);
+  if (&list == &ahead_) count(aheadBytes_);
+  if (&list != &leaving_) return;
+  count(leavingBytes_);
+  count(leavingOf_[static_cast<std::size_t>(slot.purpose)]);
 }
 
 // To the end of the list that it belongs to now, if that is another.
@@ -31,8 +34,8 @@ void SlotQueue::relist(Slot& slot, List& from) {
   List& to = listOf(slot);
   if (&to == &from) return;
   to.splice(to.end(), from, slot.place);
-  if (auto* sum = tallyOf(from)) *sum -= slot.buffer.bytes;
-  if (auto* sum = tallyOf(to)) *sum += slot.buffer.bytes;
+  tally(from, slot, false);
+  tally(to, slot, true);
 }
 
 void SlotQueue::charge(Slot& slot, Share share) {
@@ -67,6 +70,7 @@ void SlotQueue::pin(const std::shared_ptr<Slot>& slot) {
 void SlotQueue::unpin(const std::shared_ptr<Slot>& slot, bool keep, Slots& retired) {
   List& from = listOf(*slot);
   if (--slot->pins > 0) return;
+  slot->mayChange = false;
   stats.pinnedBytes -= slot->buffer.bytes;
   relist(*slot, from);
   const bool newest = slot->block != nullptr && holdsNewest(*slot, *slot->block);
@@ -77,7 +81,7 @@ void SlotQueue::unpin(const std::shared_ptr<Slot>& slot, bool keep, Slots& retir
 void SlotQueue::retire(std::shared_ptr<Slot> slot, Slots& retired) {
   List& list = listOf(*slot);
   list.erase(slot->place);
-  if (auto* sum = tallyOf(list)) *sum -= slot->buffer.bytes;
+  tally(list, *slot, false);
   discharge(*slot);
   if (slot->block != nullptr) std::erase(slot->block->slots, slot);
   slot->become(SlotState::Gone);
@@ -108,9 +112,36 @@ void SlotQueue::leave(const std::shared_ptr<Slot>& slot) {
   move(slot, Share::Passing);
 }
 
+/// Finds what is expected last of what is ahead, one after another. A Slot may be expected several times; the next of them counts.
+class SlotQueue::Furthest {
+ public:
+  explicit Furthest(const SlotQueue& queue) : queue_(queue) {}
+
+  std::shared_ptr<Slot> take() {
+    const auto sooner = [now = queue_.now_](const auto& a, const auto& b) { return nextOf(*a, now) < nextOf(*b, now); };
+    if (heap_.empty()) {
+      heap_.assign(queue_.ahead_.begin(), queue_.ahead_.end());
+      std::ranges::make_heap(heap_, sooner);
+    }
+    std::ranges::pop_heap(heap_, sooner);
+    auto last = std::move(heap_.back());
+    heap_.pop_back();
+    return last;
+  }
+
+ private:
+  static std::uint64_t nextOf(const Slot& slot, std::uint64_t now) {
+    return slot.expectedNext > now ? slot.expectedNext : slot.expected;
+  }
+
+  const SlotQueue& queue_;
+  Slots heap_;
+};
+
 bool SlotQueue::makeRoom(std::size_t bytes, std::size_t ring, Slots& retired) {
   const bool calledBack = dropPassed(bytes, ring, retired);
-  while (passingBytes() + bytes > ring && !ahead_.empty()) retire(lastAhead(), retired);
+  Furthest furthest(*this);
+  while (passingBytes() + bytes > ring && !ahead_.empty()) retire(furthest.take(), retired);
   return calledBack;
 }
 
@@ -121,12 +152,13 @@ std::size_t SlotQueue::mostLeaving(std::size_t ring) const noexcept {
 
 bool SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) {
   bool calledBack = false;
+  Furthest furthest(*this);
   const std::size_t most = mostLeaving(ring);
   while (passingBytes() + bytes > ring) {
     if (leavingBytes_ <= most && !passing_.empty()) {
       retire(passing_.front(), retired);
     } else if (leavingBytes_ <= most && aheadBytes_ > ring / 2) {
-      const auto last = lastAhead();
+      const auto last = furthest.take();
       if (std::exchange(last->unused, false)) ++stats.prefetchesWasted; // the guess may have been right
       retire(last, retired);
       calledBack = true;
@@ -140,23 +172,11 @@ bool SlotQueue::dropPassed(std::size_t bytes, std::size_t ring, Slots& retired) 
 }
 
 void SlotQueue::dropLeaving(Purpose purpose, std::size_t most, Slots& retired) {
-  std::vector<std::shared_ptr<Slot>> leaving;
-  std::size_t bytes = 0;
-  for (const auto& slot : leaving_) {
-    if (slot->purpose != purpose) continue;
-    leaving.push_back(slot);
-    bytes += slot->buffer.bytes;
+  const std::size_t& bytes = leavingOf_[static_cast<std::size_t>(purpose)];
+  for (auto at = leaving_.begin(); bytes > most;) {
+    const auto oldest = *at++;
+    if (oldest->purpose == purpose) retire(oldest, retired);
   }
-  for (auto oldest = leaving.begin(); bytes > most; ++oldest) {
-    bytes -= (*oldest)->buffer.bytes;
-    retire(*oldest, retired);
-  }
-}
-
-// What is expected last. A Slot may be expected several times; the next of them counts.
-std::shared_ptr<Slot> SlotQueue::lastAhead() const {
-  const auto next = [this](const Slot& slot) { return slot.expectedNext > now_ ? slot.expectedNext : slot.expected; };
-  return *std::max_element(ahead_.begin(), ahead_.end(), [&next](const auto& a, const auto& b) { return next(*a) < next(*b); });
 }
 
 std::size_t SlotQueue::keptBytes(std::size_t ring) const {
@@ -198,7 +218,8 @@ void SlotQueue::sort(const std::function<bool(const Slot&)>& stays) {
 
 std::shared_ptr<Slot> SlotQueue::oldestDirty(bool addendToo) const {
   const auto found = std::find_if(dirty_.begin(), dirty_.end(), [&](const auto& slot) {
-    return (addendToo || slot.get() != addend_) && slot->state == SlotState::Dirty && slot->block->issuing == 0;
+    const bool busy = slot->mayChange || slot->block->issuing > 0 || slot->block->leases > 0;
+    return (addendToo || slot.get() != addend_) && slot->state == SlotState::Dirty && !busy;
   });
   return found == dirty_.end() ? nullptr : *found;
 }
@@ -210,6 +231,7 @@ void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>
   ResidencyStats sum;
   std::size_t idle = 0;
   std::size_t leaving = 0;
+  decltype(leavingOf_) leavingOf{};
   std::size_t ahead = 0;
   for (const List* list : {&passing_, &leaving_, &ahead_, &staying_, &dirty_, &pinned_}) {
     for (auto at = list->begin(); at != list->end(); ++at) {
@@ -221,6 +243,7 @@ void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>
       if (list == &pinned_) require(slot->pins > 0, "a Slot that nothing pins is listed as pinned");
       if (list == &passing_) idle += slot->buffer.bytes;
       if (list == &leaving_) leaving += slot->buffer.bytes;
+      if (list == &leaving_) leavingOf[static_cast<std::size_t>(slot->purpose)] += slot->buffer.bytes;
       if (list == &ahead_) ahead += slot->buffer.bytes;
       if (list != &dirty_ && list != &pinned_) {
         require((list == &ahead_) == (slot->isAhead && slot->share == Share::Passing), "a Slot is not where it is expected");
@@ -240,7 +263,7 @@ void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>
       visit(slot);
     }
   }
-  const bool counted = idle == idleBytes_ && leaving == leavingBytes_ && ahead == aheadBytes_;
+  const bool counted = idle == idleBytes_ && leaving == leavingBytes_ && leavingOf == leavingOf_ && ahead == aheadBytes_;
   require(counted, "bytes that nothing pins are miscounted");
   require(sum.slotBytes == stats.slotBytes, "bytes are miscounted");
   require(sum.pinnedBytes == stats.pinnedBytes, "pinned bytes are miscounted");

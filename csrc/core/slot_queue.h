@@ -4,6 +4,7 @@
 #include "core/slot.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <utility>
@@ -63,7 +64,7 @@ class SlotQueue {
   void expect(const std::shared_ptr<Slot>& slot, std::uint64_t fetch);
   /// Nothing that was expected is so any more.
   void expectNothing();
-  /// What is passing is the last to go of the list that it is in.
+  /// It is the last to go of the list that it is in.
   void keepLonger(const Slot& slot);
   bool isExpected(const Slot& slot) const noexcept {
     return slot.epoch == epoch_ && slot.expected > now_;
@@ -84,7 +85,7 @@ class SlotQueue {
   void shrink(std::size_t budget, Slots& retired);
   /// Lets those pass of which `stays` is false.
   void sort(const std::function<bool(const Slot&)>& stays);
-  /// Null if there is none that nobody is busy with. The addend only if it is to be, too.
+  /// Null if there is none that nobody is busy with, or may change. The addend only if it is to be, too.
   std::shared_ptr<Slot> oldestDirty(bool addendToo) const;
 
   /// Of what is Dirty, bytes that the write buffer holds.
@@ -122,12 +123,12 @@ class SlotQueue {
 
  private:
   using List = std::list<std::shared_ptr<Slot>>;
+  class Furthest;
 
   std::size_t mostLeaving(std::size_t ring) const noexcept;
   List& listOf(const Slot& slot);
-  std::shared_ptr<Slot> lastAhead() const;
   std::size_t* accountOf(const Slot& slot);
-  std::size_t* tallyOf(const List& list);
+  void tally(const List& list, const Slot& slot, bool in);
   void relist(Slot& slot, List& from);
   void charge(Slot& slot, Share share);
   void discharge(Slot& slot);
@@ -142,6 +143,7 @@ class SlotQueue {
   const Slot* addend_ = nullptr; // while it is Dirty
   std::size_t idleBytes_ = 0; // of passing_
   std::size_t leavingBytes_ = 0;
+  std::array<std::size_t, kPurposes.size()> leavingOf_{}; // of these, by what they are for
   std::size_t aheadBytes_ = 0;
   std::uint64_t now_ = 0;
   std::uint64_t epoch_ = 1;

@@ -33,6 +33,7 @@ std::shared_ptr<Slot> Residency::takeResult(Device& dev, const Block& block, Dev
 void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
   const auto audited = audit("adopt", &block);
   if (block.shared) return writeThrough(block, std::move(buffer), producer);
+  prepareForWrite(block);
   Device& dev = device(producer.device);
   const auto slot = takeResult(dev, block, std::move(buffer));
   Pin pinned(*this, slot, slot->data, producer); // gives the memory up if anything throws
@@ -140,12 +141,15 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
 
 void Residency::beforeChange(const Pin& pin, Stream stream) {
   if (link_.capturing(stream)) return; // what a graph fetches is its own
+  const auto& slot = pin.slot_;
+  if (!slot) return;
   std::vector<Token> before;
   {
-    const Lock lock(mutex_);
-    if (!pin.slot_) return;
-    before.push_back(pin.slot_->ready);
-    pin.slot_->readers.appendTo(before);
+    Lock lock(mutex_);
+    while (slot->block != nullptr && slot->state == SlotState::WritingBack) awaitIssued(lock, *slot->block);
+    slot->mayChange = true;
+    before.push_back(slot->ready);
+    slot->readers.appendTo(before);
   }
   for (const Token& token : before) token.orderBefore(stream);
 }
@@ -325,11 +329,14 @@ bool Residency::isWithin(const Device& dev) {
 }
 
 // Sends home what has been Dirty for longest, until the write buffer and the budget hold the rest. A gradient that finds no room has
-// gone by itself: of all gradients the next micro-batch wants the newest one last, so those that are there should stay.
+// gone by itself: of all gradients the next micro-batch wants the newest one last, so those that are there should stay. One that is
+// refused lets the others go first; where the next is, too, the Link refuses all.
 void Residency::spill(Lock& lock, Device& dev, bool all) noexcept {
-  while (all || !isWithin(dev)) {
+  for (int refused = 0; refused < 2 && (all || !isWithin(dev));) {
     const auto slot = dev.queue.oldestDirty(all);
-    if (!slot || !tryWriteHome(lock, slot)) return;
+    if (!slot) return;
+    refused = tryWriteHome(lock, slot) ? 0 : refused + 1;
+    if (refused > 0 && slot->state == SlotState::Dirty) dev.queue.keepLonger(*slot);
   }
 }
 

@@ -109,6 +109,20 @@ TEST(Adopt, AUseOnTheStreamThatMadeItTakesNoEvent) {
   EXPECT_EQ(rig.read(*block), pattern(1, 1000));
 }
 
+TEST(Adopt, AUseOnAStreamThatMayBeGoneTakesAnEventAtOnce) {
+  CoreOptions options;
+  options.cache.budgetBytes = 4096;
+  BasicRig<EventCounts> rig(options);
+  Stream stream = rig.sim.createStream(0);
+  stream.id = 1;
+  const auto block = rig.newBlock(1000);
+  rig.cache.adopt(*block, rig.newResult(stream, pattern(1, 1000)), stream);
+  EXPECT_EQ(rig.link.records, 1);
+  (void)rig.cache.fetch(*block, {0, 1000}, stream);
+  EXPECT_EQ(rig.link.records, 2);
+  EXPECT_EQ(rig.read(*block), pattern(1, 1000));
+}
+
 TEST(Adopt, APartOfWhatIsHeldComesHome) {
   onEverySeed([](Rig& rig, Stream stream) {
     const auto block = rig.newBlock(1000);
@@ -137,11 +151,10 @@ TEST(Adopt, WhatIsLeavingIsGivenUpOldestFirst) {
     std::vector<decltype(rig.newBlock(0))> blocks;
     for (int i = 0; i < 5; ++i) {
       blocks.push_back(rig.newBlock(1000, Born::Device));
-      blocks.back()->purpose = Purpose::Activation;
+      blocks.back()->purpose = i != 3 ? Purpose::Activation : Purpose::Gradient; // which others want to find
       blocks.back()->goesHome = i != 1; // which stays on the device as Dirty
       rig.cache.adopt(*blocks.back(), rig.newResult(stream, pattern(i, 1000)), stream);
     }
-    blocks[3]->slots.front()->purpose = Purpose::Gradient; // which others want to find
     const Pin pin = rig.cache.fetch(*blocks[0], {0, 1000}, stream);
     EXPECT_EQ(rig.owned, 5);
     rig.cache.giveUpLeaving(0, Purpose::Activation, 2000);

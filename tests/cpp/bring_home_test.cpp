@@ -55,6 +55,34 @@ TEST(BringHome, WhatIsOnTheDeviceAloneStaysThere) {
   EXPECT_EQ(rig.sim.reports(), std::vector<std::string>());
 }
 
+TEST(BringHome, WhatMayBeChangedDoesNotMakeRoom) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    CoreOptions options{{.seed = seed}};
+    options.cache.budgetBytes = 1500;
+    options.cache.chunkBytes = 150;
+    Rig rig(options);
+    const Stream stream = rig.sim.createStream(0);
+    const auto block = rig.newBlock(1000, Born::Device, false); // which goes home in pieces
+    const auto next = rig.newBlock(1000, Born::Device, false);
+    rig.cache.adopt(*block, rig.newResult(stream, pattern(1, 1000)), stream);
+    {
+      const Pin pin = rig.cache.fetch(*block, {0, 1000}, stream);
+      rig.cache.beforeChange(pin, stream);
+      rig.cache.adopt(*next, rig.newResult(stream, pattern(2, 1000)), stream);
+      EXPECT_EQ(rig.cache.transferStats(0).bytesToHost, 1000U);
+      EXPECT_TRUE(block->slots.front()->share == Share::Dirty && next->slots.front()->share == Share::Passing);
+      rig.writeOnDevice(stream, pin.data(), pattern(3, 1000));
+      rig.cache.bringHome(pin, stream);
+    }
+    rig.cache.setBudget(0);
+    EXPECT_EQ(rig.cache.transferStats(0).bytesToHost, 2000U) << "now that it is let go";
+    EXPECT_EQ(rig.read(*block), pattern(3, 1000));
+    EXPECT_EQ(rig.read(*next), pattern(2, 1000));
+    ASSERT_NO_THROW(rig.sim.drain()) << "seed " << seed;
+    ASSERT_EQ(rig.sim.reports(), std::vector<std::string>()) << "seed " << seed;
+  }
+}
+
 /// A Block that was fetched, and that a job is about to write to.
 class BringHomeOfJobs : public testing::TestWithParam<HostJobs::When> {
  protected:

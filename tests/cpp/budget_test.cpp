@@ -250,6 +250,25 @@ TEST_F(Budget, ARefusedTripHomeLosesNothing) {
   EXPECT_EQ(rig_->read(*block), value(1));
 }
 
+TEST_F(Budget, ARefusedTripHomeLetsTheNextGoFirst) {
+  make(2 * kBytes, 0);
+  const auto refused = rig_->newBlock(kBytes);
+  const auto next = rig_->newBlock(kBytes);
+  adopt(*refused, 1);
+  adopt(*next, 2);
+  rig_->link.fail(1);
+  rig_->cache.setBudget(kBytes);
+  EXPECT_EQ(rig_->link.failures(), 1U);
+  rig_->link.fail(0);
+  EXPECT_EQ(home(), kBytes);
+  EXPECT_EQ(refused->slots.front()->share, Share::Dirty);
+  EXPECT_EQ(next->slots.front()->share, Share::Passing);
+  rig_->cache.setBudget(0);
+  EXPECT_EQ(home(), 2 * kBytes);
+  EXPECT_EQ(rig_->read(*refused), value(1));
+  EXPECT_EQ(rig_->read(*next), value(2));
+}
+
 TEST_F(Budget, AnEmptyCacheHasSentEverythingHome) {
   make(8 * kBytes, 2);
   const auto block = rig_->newBlock(kBytes);

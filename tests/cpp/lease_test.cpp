@@ -34,6 +34,36 @@ TEST(HostLease, ToWriteWaitsForCopiesOutToo) {
   }
 }
 
+TEST(HostLease, WhatAFailedAdoptionHasLeftDoesNotGoHomeUnderIt) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    CoreOptions options{{.seed = seed, .bias = SimBias::Late}};
+    options.cache.budgetBytes = 1 << 20;
+    Rig rig(options);
+    const Stream stream = rig.sim.createStream(0);
+    const auto block = rig.newBlock(pattern(1, 1000));
+    {
+      const HostLease lease = rig.cache.lease(*block, Access::Write);
+      for (std::uint64_t call = 1; rig.cache.stats(0).dirtyBytes == 0; ++call) {
+        ASSERT_LT(call, 20U);
+        DeviceBuffer result = rig.newResult(stream, pattern(2, 1000));
+        rig.link.fail(call);
+        try {
+          rig.cache.adopt(*block, std::move(result), stream);
+        } catch (const Error&) {
+        }
+        rig.link.fail(0);
+      }
+      const auto sent = rig.cache.transferStats(0).bytesToHost;
+      rig.cache.setBudget(0);
+      EXPECT_EQ(rig.cache.transferStats(0).bytesToHost, sent);
+      rig.sim.hostAccess(lease.data(), 1000, Access::Write);
+      std::memcpy(lease.data(), pattern(3, 1000).data(), 1000);
+    }
+    rig.sim.drain();
+    EXPECT_EQ(rig.read(*block), pattern(3, 1000)) << "seed " << seed;
+  }
+}
+
 TEST(HostLease, ToReadDoesNotWaitForCopiesOut) {
   Rig rig({{.bias = SimBias::Late}});
   const Stream stream = rig.sim.createStream(0);
