@@ -2,7 +2,7 @@
 
 ``torch.autocast("offload")`` is the autocast of that device, and within that device's autocast
 ``torch.is_autocast_enabled("offload")`` is true: code that asks for the device of its inputs (checkpointing) finds what it
-needs.
+needs. What ``torch.amp.custom_fwd`` casts for a function on that device, it casts of offload tensors, too.
 """
 
 import functools
@@ -12,6 +12,7 @@ import torch
 from torch.amp import autocast_mode
 
 from torch_offload import _C
+from torch_offload._wrappers import is_offload
 
 
 def _state() -> tuple[bool, torch.dtype]:
@@ -49,4 +50,16 @@ def register() -> None:
             _set(*before)
         return leave(self, *args)
 
+    cast = autocast_mode._cast  # calls itself by this name, for what is in lists and the like
+
+    @functools.wraps(cast)
+    def cast_with_pair(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        if device_type == "offload":
+            device_type = _C.paired_device(0).type
+        if not is_offload(value):
+            return cast(value, device_type, dtype)
+        casts = device_type == _C.paired_device(0).type and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(dtype) if casts else value
+
+    autocast_mode._cast = cast_with_pair
     autocast.__init__, autocast.__enter__, autocast.__exit__ = init_with_pair, enter_and_mirror, leave_and_mirror

@@ -2,6 +2,8 @@
 
 #include "aten/tensors.h"
 
+#include <ATen/autocast_mode.h>
+
 #include <algorithm>
 #include <array>
 #include <string_view>
@@ -40,6 +42,10 @@ ArgumentKind kindOf(const c10::Argument& argument) {
       return ArgumentKind::Other;
   }
 }
+
+#define OFFLOAD_NAME_(op, ...) "aten::" #op,
+const std::unordered_set<std::string_view> kLowered{AT_FORALL_LOWER_PRECISION_FP(OFFLOAD_NAME_)};
+#undef OFFLOAD_NAME_
 
 bool holdsTensors(ArgumentKind kind) {
   return kind == ArgumentKind::Tensor || kind == ArgumentKind::TensorList || kind == ArgumentKind::OptionalTensorList;
@@ -344,6 +350,9 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
   countsFromStorage = schema.name() == "aten::as_strided_copy" || schema.name() == "aten::as_strided_scatter";
   composite = isComposite(op);
   decomposes = composite && !isTakenWhole(op);
+  const bool lowers = kLowered.contains(schema.name());
+  lowersOnCuda = lowers && op.hasKernelForDispatchKey(DispatchKey::AutocastCUDA);
+  lowersOnCpu = lowers && op.hasKernelForDispatchKey(DispatchKey::AutocastCPU);
 }
 
 bool OpTraits::isTrue(int argument, const torch::jit::Stack& stack) const {

@@ -41,6 +41,8 @@ struct OpTraits {
   bool countsFromStorage = false; // its offset is one into the operand's storage, of which it may read all
   int trainingArgument = -1; // a bool that says whether hidden writes happen
   bool updatesStatistics = false; // or, without one, they always do
+  bool lowersOnCuda = false; // autocast casts its operands to the lower precision there
+  bool lowersOnCpu = false;
   int accumulateArgument = -1; // a bool that says whether a movement adds what comes to one place
 
   Operands operands(const torch::jit::Stack& stack) const;

@@ -18,7 +18,6 @@
 #include "compat/quiet_registration.h"
 #include "compat/registration.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -104,10 +103,10 @@ at::Tensor fetchInStorage(const at::Tensor& tensor, c10::Device target) {
       .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
 
-// `lower` is the dtype that autocast would cast to.
+// `lower` is the dtype that autocast casts to.
 void callFetched(
     const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack,
-    std::optional<at::ScalarType> lower = {}) {
+    std::optional<at::ScalarType> lower) {
   const bool hiddenWrites = traits.writesHidden(stack);
   const FetchingFor named(op);
   ReleaseRefill watch(placement.compute);
@@ -153,9 +152,8 @@ void callFetched(
   });
 }
 
-void runFetched(
-    const c10::OperatorHandle& op, const OpTraits& traits, Placement placement, Stack& stack,
-    std::optional<at::ScalarType> lower = {}) {
+void runFetched(const c10::OperatorHandle& op, const OpTraits& traits, Placement placement, Stack& stack) {
+  const auto lower = loweredTo(traits, placement.compute.type());
   if (!placement.toOffload || !placement.compute.is_cuda()) return callFetched(op, traits, placement, stack, lower);
   const c10::SmallVector<c10::IValue, 8> arguments(
       stack.end() - static_cast<std::ptrdiff_t>(traits.arguments.size()), stack.end());
@@ -167,7 +165,7 @@ void runFetched(
   }
   stack.assign(arguments.begin(), arguments.end());
   placement.compute = c10::Device(c10::kCPU);
-  callFetched(op, traits, placement, stack);
+  callFetched(op, traits, placement, stack, {});
 }
 
 // Of `_to_copy`: whether it widens values of one byte, which is how packed weights are unpacked. On the device, only what is packed
@@ -268,31 +266,24 @@ class AutogradKernel final : public c10::OperatorKernel {
   const KernelBelow below_;
 };
 
-// Autocast casts what is on its own device only. So offload operands are fetched above it, once there are any: then its own kernel
-// casts all operands by its own lists, on the device.
+// Autocast casts what is on its own device only. So offload operands beside others are fetched above it, once there are any: then its
+// own kernel casts all operands by its own lists, on the device. Offload operands alone have no key of its, and are fetched below.
 class AutocastKernel final : public c10::OperatorKernel {
  public:
   AutocastKernel(const c10::OperatorHandle& op, DispatchKey key)
-      : traits_(op),
-        below_(op.getComputedKernelForDispatchKey(key)),
-        lowered_(isLowered(op)),
-        device_(key == DispatchKey::AutocastCUDA ? c10::kCUDA : c10::kCPU) {}
+      : traits_(op), below_(op.getComputedKernelForDispatchKey(key)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Operands operands = traits_.operands(*stack);
     if (!operands.offload || (operands.wrapped && !tracing()) || traits_.effect == Effect::InPlace) {
       return below_.callBoxed(op, keys, stack);
     }
-    std::optional<at::ScalarType> lower;
-    if (lowered_ && !tracing()) lower = at::autocast::get_autocast_dtype(device_);
-    runFetched(op, traits_, placeAboveAutograd(operands, placedEffect(traits_, *stack)), *stack, lower);
+    runFetched(op, traits_, placeAboveAutograd(operands, placedEffect(traits_, *stack)), *stack);
   }
 
  private:
   const OpTraits traits_;
   const c10::SafeKernelFunction below_;
-  const bool lowered_;
-  const c10::DeviceType device_;
 };
 
 class BackendKernel final : public c10::OperatorKernel {

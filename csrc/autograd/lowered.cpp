@@ -14,14 +14,9 @@
 
 #include <mutex>
 #include <unordered_map>
-#include <unordered_set>
 
 namespace offload {
 namespace {
-
-#define OFFLOAD_NAME_(op, ...) "aten::" #op,
-const std::unordered_set<std::string_view> kLowered{AT_FORALL_LOWER_PRECISION_FP(OFFLOAD_NAME_)};
-#undef OFFLOAD_NAME_
 
 // A tensor that is another one in every region: the cast that autocast itself keeps of a parameter of ours. Where the cache is off
 // it is another one each time.
@@ -77,6 +72,12 @@ bool isKept(const at::Tensor& tensor) {
       at::autocast::is_autocast_cache_enabled() && at::GradMode::is_enabled() && !tensor._fw_grad(0).defined();
 }
 
+// An activation, whose cast has to stay for backward, or the activation would.
+bool isBornOnDevice(const at::Tensor& offload) {
+  return offload.has_storage() && !offload.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) &&
+      offload.storage().nbytes() > 0 && blockOf(offload.storage()).born == Born::Device;
+}
+
 // Where a fetch gives a tensor with one gradient, and no tangent.
 bool isPlain(const at::Tensor& tensor) {
   return !tensor._fw_grad(0).defined() &&
@@ -85,12 +86,15 @@ bool isPlain(const at::Tensor& tensor) {
 
 } // namespace
 
-bool isLowered(const c10::OperatorHandle& op) {
-  return kLowered.contains(op.schema().name());
+std::optional<at::ScalarType> loweredTo(const OpTraits& traits, c10::DeviceType device) {
+  const bool lowers = device == c10::kCUDA ? traits.lowersOnCuda : device == c10::kCPU && traits.lowersOnCpu;
+  if (!lowers || tracing() || !at::autocast::is_autocast_enabled(device)) return {};
+  return at::autocast::get_autocast_dtype(device);
 }
 
 bool needsLowering(const at::Tensor& operand, at::ScalarType dtype) {
-  return operand.is_floating_point() && operand.scalar_type() != at::kDouble && operand.scalar_type() != dtype;
+  if (!operand.is_floating_point() || operand.scalar_type() == at::kDouble || operand.scalar_type() == dtype) return false;
+  return isKept(operand) || !isBornOnDevice(operand);
 }
 
 at::Tensor fetchLowered(const at::Tensor& offload, c10::Device target, at::ScalarType dtype) {

@@ -1,15 +1,18 @@
 // What autocast casts to its lower precision: fetched and cast in one step, so that neither stays on the device for backward.
 #pragma once
 
+#include "aten/op_traits.h"
+
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <optional>
 
 namespace offload {
 
-/// Whether autocast casts the operands of an operation to the lower precision, by PyTorch's list.
-bool isLowered(const c10::OperatorHandle& op);
+/// What autocast casts the operands of an operation to where it is computed; none where it does not.
+std::optional<at::ScalarType> loweredTo(const OpTraits& traits, c10::DeviceType device);
 
-/// Whether an operand of such an operation is cast to `dtype`.
+/// Whether an offload operand of such an operation is cast to `dtype` with its fetch.
 bool needsLowering(const at::Tensor& operand, at::ScalarType dtype);
 
 /// An offload tensor on a target of fetchTo(), cast to `dtype`; differentiable.

@@ -110,6 +110,7 @@ def test_results_are_of_the_lower_precision(dtype):
 
 @pytest.mark.parametrize("dtype", LOWER, ids=str)
 @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("feed", ["plain", "offload"])
 @pytest.mark.parametrize(
     "uses",
     [
@@ -121,7 +122,7 @@ def test_results_are_of_the_lower_precision(dtype):
     ],
     ids=["one region", "two regions", "several", "frozen", "no autocast between"],
 )
-def test_gradients_of_a_weight_that_is_used_several_times(uses, cache, dtype):
+def test_gradients_of_a_weight_that_is_used_several_times(uses, feed, cache, dtype):
     """One region has one cast of each parameter, and sums its gradients in the lower precision."""
 
     def run(device):
@@ -129,7 +130,7 @@ def test_gradients_of_a_weight_that_is_used_several_times(uses, cache, dtype):
         nets["frozen"].requires_grad_(False)
         for net in nets.values():
             net.to(device)
-        x = torch.randn(3, 8).to(COMPUTE)
+        x = torch.randn(3, 8).to(device if feed == "offload" else COMPUTE)
         loss = 0
         for region in uses:
             with torch.autocast(KIND, dtype, cache_enabled=cache):
@@ -205,9 +206,10 @@ def saved_weights(result):
 
 @pytest.mark.skipif(not CACHED, reason="what is fetched is the host's memory itself")
 @pytest.mark.parametrize("dtype", LOWER, ids=str)
-def test_a_cast_weight_does_not_stay_for_backward(dtype):
+@pytest.mark.parametrize("feed", [COMPUTE, OFFLOAD], ids=str)
+def test_a_cast_weight_does_not_stay_for_backward(feed, dtype):
     layer = nn.Linear(512, 512, bias=False).to(OFFLOAD)
-    x = torch.randn(3, 512).to(COMPUTE).requires_grad_()
+    x = torch.randn(3, 512).to(feed).requires_grad_()
     with torch.autocast(KIND, dtype):
         layer(x)  # the first product of a process allocates a workspace for good
     torch_offload.empty_cache()
@@ -224,7 +226,8 @@ def test_a_cast_weight_does_not_stay_for_backward(dtype):
         assert all("has memory only while its backward runs" in sentence for sentence in said)
     fetches = torch_offload.memory_stats()["cache.fetches"]
     z.float().sum().backward()
-    assert torch_offload.memory_stats()["cache.fetches"] - fetches == 2, "each of them once"
+    if feed == COMPUTE:
+        assert torch_offload.memory_stats()["cache.fetches"] - fetches == 2, "each of them once"
 
 
 @pytest.mark.skipif(not CACHED, reason="a cast is kept as on the plain device")
@@ -329,6 +332,57 @@ def test_without_gradients(inference):
         with torch.inference_mode(inference), torch.no_grad(), torch.autocast(KIND, torch.bfloat16):
             return net(x)
 
+    same(run)
+
+
+class Exponential(torch.autograd.Function):
+    """Computes in fp32 whatever it is given."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type=KIND, cast_inputs=torch.float32)
+    def forward(ctx, x, scales):
+        ctx.save_for_backward(x, *scales)
+        return (x * scales[0]).exp()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type=KIND)
+    def backward(ctx, grad):
+        x, scale = ctx.saved_tensors
+        return grad * scale * (x * scale).exp(), None
+
+
+@pytest.mark.parametrize("dtype", LOWER, ids=str)
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_a_function_that_casts_its_inputs(feed, dtype):
+    def run(device):
+        w = torch.randn(4, 4).to(device).requires_grad_()
+        x = torch.randn(3, 4).to(device if feed == "offload" else COMPUTE)
+        with torch.autocast(KIND, dtype):
+            lower = x @ w
+            y = Exponential.apply(lower, [lower.detach()])
+        assert (lower.dtype, y.dtype) == (dtype, torch.float32)
+        y.sum().backward()
+        return y, w.grad
+
+    same(run)
+
+
+def test_a_function_that_casts_its_inputs_on_offload():
+    """By the name of their device, which is cast on its pair."""
+    forward = torch.amp.custom_fwd(lambda ctx, x, w: x @ w, device_type="offload", cast_inputs=torch.float32)
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            return forward(ctx, x, w)
+
+    def run(device):
+        w = torch.randn(4, 4).to(device)
+        x = torch.randn(3, 4).to(COMPUTE, torch.bfloat16)
+        with torch.autocast("offload", torch.bfloat16):
+            return Product.apply(x, w)
+
+    assert run(OFFLOAD).dtype == torch.float32
     same(run)
 
 
