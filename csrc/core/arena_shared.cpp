@@ -14,6 +14,7 @@ std::shared_ptr<SharedMemory> Arena::openShared(int descriptor) {
 }
 
 std::shared_ptr<SharedMemory> Arena::mapped(std::unique_ptr<SharedMemory> memory) {
+  collect(Poll::Some); // who only receives memory, and lets it go, allocates none
   memory->pinned = lockShared(*memory);
   {
     const Lock lock(mutex_);
@@ -39,13 +40,12 @@ bool Arena::lockShared(const SharedMemory& memory) {
   if (wanted_ != HostKind::Locked) return false;
   const std::size_t bytes = memory.mappedBytes();
   look();
-  std::size_t shortage = 0;
-  {
+  const auto shortage = [&] {
     const Lock lock(mutex_);
-    const std::size_t room = budget_.room();
-    shortage = bytes - std::min(bytes, room);
-  }
-  if (shortage > 0) release(0, shortage);
+    return bytes - std::min(bytes, budget_.room());
+  };
+  if (shortage() > 0) collect(Poll::All);
+  if (const std::size_t missing = shortage(); missing > 0) release(0, missing);
   bool granted = false;
   {
     const Lock lock(mutex_);

@@ -185,5 +185,33 @@ TEST_F(SharedArena, StaysUntilTheCopiesAreDone) {
   sim.free(device, stream);
 }
 
+TEST_F(SharedArena, WhatIsReceivedAndLetGoGoesBackWithoutAnAllocation) {
+  Arena arena(&link, options());
+  const auto made = SharedMemory::create(1000, Born::Host);
+  for (int k = 0; k < 50; ++k) {
+    arena.keepAlive(arena.openShared(dup(made->descriptor())), {});
+    EXPECT_LE(arena.stats().shared, 2 * made->mappedBytes());
+    arena.keepAlive(arena.share(1000, Born::Host), {});
+    EXPECT_LE(arena.stats().shared, 2 * made->mappedBytes());
+  }
+  EXPECT_LE(link.locked.size(), 2U);
+  arena.validate();
+}
+
+TEST_F(SharedArena, WhatWasLetGoMakesRoomWithinTheLimit) {
+  constexpr std::size_t kLimit = 100'000;
+  Arena arena(&link, options(kLimit));
+  std::vector<std::shared_ptr<SharedMemory>> all;
+  for (int k = 0; k < 4; ++k) {
+    all.push_back(arena.share(20'000, Born::Host));
+    EXPECT_TRUE(all.back()->pinned);
+  }
+  for (auto& memory : all) arena.keepAlive(std::move(memory), {});
+  EXPECT_TRUE(arena.share(90'000, Born::Host)->pinned);
+  EXPECT_TRUE(warnings.empty());
+  EXPECT_LE(link.lockedBytes, kLimit);
+  arena.validate();
+}
+
 } // namespace
 } // namespace offload
