@@ -1,5 +1,7 @@
 #include "core/captured_fetches.h"
 
+#include "core/error.h"
+
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -66,7 +68,8 @@ void CapturedFetches::refresh(const HeldCopy& copy, Stream stream) const {
   enqueueCopy(copy.data, host, copy.extent.bytes(), *copy.buffer, stream);
 }
 
-// What has not been used in this graph is best, as nothing waits for it; then new memory. What is used again holds its copy up.
+// What has not been used in this graph is best, as nothing waits for it; then new memory, as far as the ring goes and the device has
+// any. What is used again holds its copy up.
 Staging::BufferPtr CapturedFetches::take(std::size_t bytes, const std::function<void*(std::size_t)>& allocate) {
   const auto mine = [this](Staging::BufferPtr buffer) {
     const std::lock_guard lock(mutex_);
@@ -75,16 +78,26 @@ Staging::BufferPtr CapturedFetches::take(std::size_t bytes, const std::function<
   };
   if (auto buffer = staging_->take(bytes)) return mine(std::move(buffer));
   if (staging_->bytes() + bytes > options_.stagingBytes) {
-    const std::lock_guard lock(mutex_);
-    const auto oldest = std::ranges::find_if(free_, [bytes](const auto& buffer) { return buffer->isFor(bytes); });
-    if (oldest != free_.end()) {
-      Staging::BufferPtr buffer = std::move(*oldest);
-      free_.erase(oldest);
-      return buffer;
-    }
+    if (auto buffer = takeUsed(bytes)) return buffer;
   }
-  void* const data = allocate(bytes);
+  void* data = nullptr;
+  try {
+    data = allocate(bytes);
+  } catch (const OutOfMemory&) {
+    if (auto buffer = takeUsed(bytes)) return buffer;
+    throw;
+  }
   return mine(staging_->add(data, bytes));
+}
+
+// The oldest that this graph has used and is done with; null if there is none of the size.
+Staging::BufferPtr CapturedFetches::takeUsed(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const auto oldest = std::ranges::find_if(free_, [bytes](const auto& buffer) { return buffer->isFor(bytes); });
+  if (oldest == free_.end()) return nullptr;
+  Staging::BufferPtr buffer = std::move(*oldest);
+  free_.erase(oldest);
+  return buffer;
 }
 
 void CapturedFetches::copy(Block& block, const Slot& slot, Stream stream) {

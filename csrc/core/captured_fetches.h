@@ -77,6 +77,7 @@ class CapturedFetches : public std::enable_shared_from_this<CapturedFetches> {
   void destroy() noexcept;
   Event recordOn(Stream stream);
   void keep(Block& block);
+  Staging::BufferPtr takeUsed(std::size_t bytes);
   void enqueueCopy(void* to, const void* from, std::size_t bytes, const Staging::Buffer& buffer, Stream stream) const;
   void join(Stream stream) noexcept;
 

@@ -40,9 +40,23 @@ void Staging::giveBack(Buffer& buffer) {
   buffer.taken = false;
 }
 
-std::vector<Token> Staging::uses() const {
+// A set has a token for each stream, and streams come and go.
+std::vector<Token> Staging::uses() {
+  std::vector<Token> open;
+  {
+    const std::lock_guard lock(mutex_);
+    open = uses_.all();
+  }
+  std::erase_if(open, [](const Token& token) {
+    try {
+      return token.done();
+    } catch (...) {
+      return false; // whoever waits for it learns why
+    }
+  });
   const std::lock_guard lock(mutex_);
-  return uses_.all();
+  uses_.prune();
+  return open;
 }
 
 void Staging::addUse(Token token) {

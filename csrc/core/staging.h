@@ -44,8 +44,8 @@ class Staging : public std::enable_shared_from_this<Staging> {
   BufferPtr take(std::size_t bytes);
   void giveBack(Buffer& buffer);
 
-  /// What has to be done before the next replay, or before memory is given back.
-  std::vector<Token> uses() const;
+  /// What has to be done before the next replay, or before memory is given back. Asks the Link what is done by now.
+  std::vector<Token> uses();
   void addUse(Token token);
   Stream home() const noexcept {
     return home_;

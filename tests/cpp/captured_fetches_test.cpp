@@ -132,6 +132,26 @@ TEST(CapturedFetches, GraphsShareMemoryAndFollowEachOther) {
   }
 }
 
+TEST(CapturedFetches, TheNextGraphTakesTheSmallestThatIsLargeEnough) {
+  GraphRig rig(graphOptions());
+  const auto large = rig.newBlock(pattern(1, 2000));
+  const auto small = rig.newBlock(pattern(2, 1500));
+  const auto smaller = rig.newBlock(pattern(3, 1400));
+  Reader first(rig);
+  first.capture({large.get(), small.get()});
+  const Staging& staging = first.fetches->staging();
+  const std::size_t before = staging.bytes();
+  EXPECT_EQ(before, 3500 + 2 * kAlignment);
+  Reader second(rig);
+  second.capture({smaller.get(), large.get()});
+  EXPECT_EQ(staging.bytes(), before);
+  second.replayAndExpect({3, 1});
+  Reader third(rig);
+  third.capture({small.get(), small.get()}); // the second in the large one
+  EXPECT_EQ(staging.bytes(), before);
+  third.replayAndExpect({2, 2});
+}
+
 TEST(CapturedFetches, WhatIsNewerOnTheDeviceGoesHomeFirst) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     CoreOptions options = graphOptions(seed);
@@ -328,6 +348,34 @@ TEST(CapturedFetches, NoMemoryForTheCopiesIsTold) {
   const auto seen = rig.readOnDevice(reader.stream, pin.data(), kBytes);
   rig.sim.drain();
   EXPECT_EQ(*seen, pattern(0, kBytes));
+}
+
+TEST(CapturedFetches, WhatHasNoRoomOnTheDeviceUsesMemoryAgain) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    CoreOptions options = graphOptions(seed);
+    options.sim.deviceBytes = 4096; // the ring has room for more
+    GraphRig rig(options);
+    Blocks blocks(rig, 8, kBytes);
+    Reader reader(rig);
+    ASSERT_NO_THROW(reader.capture(blocks.all));
+    EXPECT_EQ(reader.fetches->staging().bytes(), 3 * kPiece);
+    for (int round = 0; round < 2; ++round) reader.replayAndExpect({0, 1, 2, 3, 4, 5, 6, 7});
+  }
+}
+
+TEST(CapturedFetches, ReplaysOnStreamsThatComeAndGoLeaveNothing) {
+  GraphRig rig(graphOptions());
+  const auto block = rig.newBlock(pattern(1, kBytes));
+  Reader reader(rig);
+  reader.capture({block.get()});
+  for (int k = 0; k < 20; ++k) {
+    const Stream stream = rig.sim.createStream(0);
+    reader.replay(stream);
+    rig.sim.drain();
+    reader.expect({1});
+    EXPECT_LE(reader.fetches->staging().uses().size(), 1U);
+    rig.sim.destroyStream(stream);
+  }
 }
 
 TEST(CapturedFetches, AnyCallMayFail) {
