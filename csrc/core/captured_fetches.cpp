@@ -59,7 +59,7 @@ const HeldCopy* CapturedFetches::hold(Block& block, Extent extent, const std::fu
   if (!copy) return nullptr;
   const std::lock_guard lock(mutex_);
   keep(block);
-  if (std::ranges::find(held_, copy) == held_.end()) held_.push_back(copy);
+  if (isHeld_.insert(copy.get()).second) held_.push_back(copy);
   return copy.get();
 }
 

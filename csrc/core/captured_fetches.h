@@ -18,6 +18,7 @@
 #include <deque>
 #include <functional>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace offload {
 
@@ -99,6 +100,7 @@ class CapturedFetches : public std::enable_shared_from_this<CapturedFetches> {
   std::vector<Block*> blocks_;
   std::unordered_map<const Block*, std::shared_ptr<void>> kept_;
   std::vector<std::shared_ptr<HeldCopy>> held_; // gone before its Blocks are
+  std::unordered_set<const HeldCopy*> isHeld_;
 };
 
 } // namespace offload

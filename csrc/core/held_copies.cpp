@@ -3,18 +3,24 @@
 #include "core/error.h"
 
 namespace offload {
+namespace {
+
+std::size_t bytesFor(Extent extent) {
+  return extent.bytes() + kAlignment; // whatever the shift is
+}
+
+} // namespace
 
 std::shared_ptr<HeldCopy> HeldCopies::get(
     Block& block, Extent extent, std::size_t most, const std::function<void*(std::size_t)>& allocate) {
   const Key key{&block, extent.begin, extent.end};
-  const std::size_t bytes = extent.bytes() + kAlignment; // whatever the shift is
+  const std::size_t bytes = bytesFor(extent);
   {
     const std::lock_guard lock(mutex_);
-    std::erase_if(known_, [](const auto& entry) { return entry.second.copy.expired(); });
     if (const auto found = known_.find(key); found != known_.end()) {
-      if (auto copy = found->second.copy.lock()) return copy;
+      if (auto copy = found->second.lock()) return copy;
     }
-    if (bytesLocked() + bytes > most) return nullptr;
+    if (bytes_ + bytes > most) return nullptr;
   }
   Staging::BufferPtr buffer;
   try {
@@ -23,25 +29,30 @@ std::shared_ptr<HeldCopy> HeldCopies::get(
     return nullptr;
   }
   auto* const data = static_cast<std::byte*>(buffer->data) + (block.address() + extent.begin) % kAlignment;
-  const auto made = std::make_shared<HeldCopy>(HeldCopy{block, extent, std::move(buffer), data});
+  const std::shared_ptr<HeldCopy> made(
+      new HeldCopy{block, extent, std::move(buffer), data}, [this](HeldCopy* gone) { destroy(gone); });
   const std::lock_guard lock(mutex_);
-  Known& known = known_[key];
-  if (auto copy = known.copy.lock()) return copy; // another thread's
-  known = {made, bytes};
+  const auto [known, added] = known_.try_emplace(key);
+  if (auto copy = known->second.lock()) return copy; // another thread's
+  known->second = made;
+  if (added) bytes_ += bytes;
   return made;
+}
+
+void HeldCopies::destroy(HeldCopy* copy) noexcept {
+  const Key key{&copy->block, copy->extent.begin, copy->extent.end};
+  const std::size_t bytes = bytesFor(copy->extent);
+  delete copy;
+  const std::lock_guard lock(mutex_);
+  const auto known = known_.find(key);
+  if (known == known_.end() || !known->second.expired()) return; // it has been made anew
+  known_.erase(known);
+  bytes_ -= bytes;
 }
 
 std::size_t HeldCopies::bytes() const {
   const std::lock_guard lock(mutex_);
-  return bytesLocked();
-}
-
-std::size_t HeldCopies::bytesLocked() const {
-  std::size_t sum = 0;
-  for (const auto& [key, known] : known_) {
-    if (!known.copy.expired()) sum += known.bytes; // nothing may go under the mutex
-  }
-  return sum;
+  return bytes_;
 }
 
 } // namespace offload

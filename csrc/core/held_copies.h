@@ -32,24 +32,21 @@ class HeldCopies {
   explicit HeldCopies(std::shared_ptr<Staging> staging) : staging_(std::move(staging)) {}
 
   /// The one of these bytes. Where there is none it is made, of memory that `allocate` gives, under no lock; null where that has
-  /// none, or all of them would then have more than `most` bytes.
+  /// none, or all of them would then have more than `most` bytes. It must not outlive this.
   std::shared_ptr<HeldCopy> get(
       Block& block, Extent extent, std::size_t most, const std::function<void*(std::size_t)>& allocate);
   /// Of all.
   std::size_t bytes() const;
 
  private:
-  struct Known {
-    std::weak_ptr<HeldCopy> copy;
-    std::size_t bytes;
-  };
   using Key = std::tuple<const Block*, std::size_t, std::size_t>;
 
-  std::size_t bytesLocked() const;
+  void destroy(HeldCopy* copy) noexcept;
 
   const std::shared_ptr<Staging> staging_;
   mutable std::mutex mutex_;
-  std::map<Key, Known> known_;
+  std::map<Key, std::weak_ptr<HeldCopy>> known_;
+  std::size_t bytes_ = 0; // of all known
 };
 
 } // namespace offload

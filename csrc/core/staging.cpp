@@ -7,7 +7,7 @@
 namespace offload {
 
 Staging::Buffer::~Buffer() {
-  staging->free({data, held ? 0 : bytes});
+  staging->free(*this);
 }
 
 Staging::BufferPtr Staging::add(void* data, std::size_t bytes, bool held) {
@@ -15,29 +15,24 @@ Staging::BufferPtr Staging::add(void* data, std::size_t bytes, bool held) {
   auto buffer = std::make_shared<Buffer>(shared_from_this(), data, bytes, held);
   Token allocated = events_.record(home_);
   const std::lock_guard lock(mutex_);
-  buffers_.push_back(buffer);
   if (!held) bytes_ += bytes;
   uses_.add(std::move(allocated));
   return buffer;
 }
 
 Staging::BufferPtr Staging::take(std::size_t bytes) {
-  std::vector<BufferPtr> alive; // the last owner of one must not go under the mutex
-  BufferPtr best;
+  BufferPtr best; // the last owner of one must not go under the mutex
   const std::lock_guard lock(mutex_);
-  for (const auto& weak : buffers_) {
-    BufferPtr buffer = weak.lock();
-    if (!buffer) continue;
-    if (!buffer->taken && buffer->isFor(bytes) && (!best || buffer->bytes < best->bytes)) best = buffer;
-    alive.push_back(std::move(buffer));
-  }
-  if (best) best->taken = true;
+  auto at = idle_.lower_bound({bytes, nullptr});
+  while (at != idle_.end() && !(best = at->second.lock())) ++at; // one that is just going
+  if (!best || !best->isFor(bytes)) return nullptr;
+  idle_.erase(at);
   return best;
 }
 
 void Staging::giveBack(Buffer& buffer) {
   const std::lock_guard lock(mutex_);
-  buffer.taken = false;
+  idle_[{buffer.bytes, buffer.data}] = buffer.weak_from_this();
 }
 
 // A set has a token for each stream, and streams come and go.
@@ -95,11 +90,11 @@ bool Staging::closed() const noexcept {
   return closed_;
 }
 
-void Staging::free(Memory memory) noexcept {
+void Staging::free(const Buffer& buffer) noexcept {
   {
     const std::lock_guard lock(mutex_);
-    std::erase_if(buffers_, [](const auto& weak) { return weak.expired(); });
-    refused_.push_back(memory);
+    idle_.erase({buffer.bytes, buffer.data});
+    refused_.push_back({buffer.data, buffer.held ? 0 : buffer.bytes});
   }
   freeRefused();
 }

@@ -4,8 +4,10 @@
 #include "core/token.h"
 
 #include <condition_variable>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace offload {
@@ -15,7 +17,7 @@ namespace offload {
 class Staging : public std::enable_shared_from_this<Staging> {
  public:
   /// One piece. A graph that may write to it keeps it.
-  struct Buffer {
+  struct Buffer : std::enable_shared_from_this<Buffer> {
     Buffer(std::shared_ptr<Staging> of, void* memory, std::size_t size, bool keeps)
         : staging(std::move(of)), data(memory), bytes(size), held(keeps) {}
     ~Buffer();
@@ -31,7 +33,6 @@ class Staging : public std::enable_shared_from_this<Staging> {
     void* const data;
     const std::size_t bytes;
     const bool held; // by Note [Held copies]: always taken
-    bool taken = true; // by a capture that goes on, or by a Pin; guarded by Staging
   };
   using BufferPtr = std::shared_ptr<Buffer>;
 
@@ -67,7 +68,7 @@ class Staging : public std::enable_shared_from_this<Staging> {
     std::size_t bytes; // that count
   };
 
-  void free(Memory memory) noexcept;
+  void free(const Buffer& buffer) noexcept;
   void freeRefused() noexcept;
 
   Link& link_;
@@ -76,7 +77,8 @@ class Staging : public std::enable_shared_from_this<Staging> {
   mutable std::mutex mutex_;
   std::condition_variable turn_;
   bool launching_ = false;
-  std::vector<std::weak_ptr<Buffer>> buffers_;
+  /// What neither a capture that goes on nor a Pin has taken, by bytes and address.
+  std::map<std::pair<std::size_t, void*>, std::weak_ptr<Buffer>> idle_;
   std::vector<Memory> refused_; // to be freed, as soon as that can be ordered after its uses
   std::size_t bytes_ = 0;
   TokenSet uses_;

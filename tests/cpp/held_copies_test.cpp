@@ -121,6 +121,26 @@ TEST(HeldCopies, GraphsShareThem) {
   EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
 }
 
+TEST(HeldCopies, WhatGoesWithItsGraphIsRoomForOthers) {
+  GraphRig rig(heldOptions(0, 2));
+  Blocks blocks(rig, 4, kBytes);
+  for (std::size_t k = 0; k < 3; ++k) {
+    Reader first(rig);
+    Reader second(rig);
+    first.capture({blocks.all[k], blocks.all[k]});
+    second.capture({blocks.all[k], blocks.all[k + 1]});
+    EXPECT_EQ(first.fetches->held().size(), 1U);
+    EXPECT_EQ(second.fetches->held().size(), 2U);
+    Reader third(rig);
+    third.capture({blocks.all[(k + 2) % 4]});
+    EXPECT_EQ(third.fetches->held().size(), 0U);
+    second.fetches = nullptr; // the first still has one of its two
+    third.capture({blocks.all[(k + 2) % 4], blocks.all[(k + 3) % 4]});
+    EXPECT_EQ(third.fetches->held().size(), 1U);
+  }
+  EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
+}
+
 TEST(HeldCopies, PartsOfABlockKeepTheirAlignment) {
   GraphRig rig(heldOptions());
   const auto block = rig.newBlock(pattern(1, kBytes));
