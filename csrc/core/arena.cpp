@@ -10,6 +10,8 @@ namespace {
 
 // Entries that an allocation looks at where it finds room without them: more than it adds, so that they don't pile up.
 constexpr std::size_t kSomePending = 2;
+// Likewise, where it finds only pageable memory, and would rather have what is locked.
+constexpr std::size_t kManyPending = 64;
 // Answers that are compared with; a set of tokens has about one for each stream.
 constexpr std::size_t kMostAnswers = 8;
 
@@ -71,6 +73,12 @@ HostRange Arena::allocate(std::size_t bytes, bool locked) {
   collect(Poll::Some);
   const HostKind wanted = locked ? wanted_ : HostKind::Pageable;
   HostRange range = take(rounded, wanted);
+  if (range.data == nullptr && wanted == HostKind::Locked && !mayLock(rounded)) {
+    collect(Poll::Many);
+    range = take(rounded, HostKind::Locked);
+    // What has become unused makes way for what can be locked.
+    if (range.data == nullptr && !mayLock(rounded)) range = take(rounded, HostKind::Pageable);
+  }
   if (range.data == nullptr) {
     collect(Poll::All);
     range = grow(rounded, wanted);
@@ -148,12 +156,13 @@ void Arena::keepAlive(std::shared_ptr<void> owner, std::vector<Token> pending) n
   pending_.push_back({0, std::move(pending), std::move(owner)});
 }
 
-// Gives back pending ranges whose tokens are done: of the next few, of all, or of all after waiting; whether there were any.
+// Gives back pending ranges whose tokens are done: of the next few, of more, of all, or of all after waiting; whether there were any.
 bool Arena::collect(Poll poll) {
+  const std::size_t most = poll == Poll::Some ? kSomePending : poll == Poll::Many ? kManyPending : SIZE_MAX;
   std::vector<Pending> asked;
   {
     const Lock lock(mutex_);
-    const std::size_t count = poll == Poll::Some ? std::min(kSomePending, pending_.size()) : pending_.size();
+    const std::size_t count = std::min(most, pending_.size());
     const auto end = pending_.begin() + static_cast<std::ptrdiff_t>(count);
     asked.assign(std::make_move_iterator(pending_.begin()), std::make_move_iterator(end));
     pending_.erase(pending_.begin(), end);

@@ -7,7 +7,8 @@
 // split and coalesce within their region; the best fit wins, and page-locked memory comes before pageable.
 //
 // A range that a copy still reads or writes is *pending*: it is not handed out before its tokens are done. They are asked a few at a
-// time, and all of them where nothing fits. free() is called from deleters: it neither waits nor calls the Link.
+// time, more where only pageable memory is left, and all of them before the system is asked for any. free() is called from deleters:
+// it neither waits nor calls the Link.
 //
 // One mutex guards everything. No call to the Link or the system is made under it: threads go on while one of them locks gigabytes.
 #pragma once
@@ -104,7 +105,7 @@ class Arena {
  private:
   using Lock = std::lock_guard<std::mutex>;
   using RegionPtr = std::unique_ptr<ArenaRegion>;
-  enum class Poll { Some, All, Wait };
+  enum class Poll { Some, Many, All, Wait };
   struct Pending {
     HostAddress range; // ours, or 0 where `owner` holds other memory
     std::vector<Token> tokens;
@@ -124,6 +125,7 @@ class Arena {
   HostRange place(RegionPtr region, std::size_t bytes);
   RegionPtr lockedRegion(std::size_t bytes);
   std::size_t grant(std::size_t bytes, bool exact);
+  bool mayLock(std::size_t bytes);
   std::size_t leastRegion(std::size_t bytes) const;
   std::size_t regionFor(const Lock&, std::size_t bytes) const;
   std::shared_ptr<SharedMemory> mapped(std::unique_ptr<SharedMemory> memory);

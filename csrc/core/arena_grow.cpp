@@ -113,6 +113,14 @@ std::size_t Arena::grant(std::size_t bytes, bool exact) {
   return 0;
 }
 
+// Whether there is room for a new locked region, what is cached included.
+bool Arena::mayLock(std::size_t bytes) {
+  look();
+  const std::size_t least = leastRegion(bytes);
+  const Lock lock(mutex_);
+  return minus(least, budget_.room()) <= ranges_.unused(HostKind::Locked);
+}
+
 void Arena::look() {
   {
     const Lock lock(mutex_);

@@ -16,6 +16,7 @@ void require(bool holds, const char* what) {
 void ArenaRanges::add(std::unique_ptr<ArenaRegion> region) {
   ArenaRegion& placed = *(regions_[region->begin()] = std::move(region));
   bytes_[index(placed.kind)] += placed.memory.bytes();
+  unused_[index(placed.kind)] += placed.memory.bytes();
   insertFree(placed, placed.begin(), placed.memory.bytes());
 }
 
@@ -38,6 +39,7 @@ HostAddress ArenaRanges::take(std::size_t bytes, HostKind kind) {
   const auto [free, begin] = *fit;
   ArenaRegion& region = regionOf(begin);
   eraseFree(region, region.free.find(begin));
+  if (region.used.empty()) unused_[index(kind)] -= region.memory.bytes();
   region.used[begin] = bytes;
   if (free > bytes) insertFree(region, begin + bytes, free - bytes);
   return begin;
@@ -48,6 +50,7 @@ void ArenaRanges::giveBack(HostAddress begin) {
   const auto used = region.used.find(begin);
   std::size_t bytes = used->second;
   region.used.erase(used);
+  if (region.used.empty()) unused_[index(region.kind)] += region.memory.bytes();
   const auto next = region.free.lower_bound(begin);
   if (next != region.free.begin()) {
     const auto previous = std::prev(next);
@@ -74,17 +77,9 @@ void ArenaRanges::eraseFree(ArenaRegion& region, std::map<HostAddress, std::size
   region.free.erase(range);
 }
 
-std::size_t ArenaRanges::unused(HostKind kind) const {
-  std::size_t bytes = 0;
-  for (const auto& [begin, region] : regions_) {
-    if (region->kind == kind && region->used.empty()) bytes += region->memory.bytes();
-  }
-  return bytes;
-}
-
 void ArenaRanges::removeUnused(std::size_t bytes, HostKind kind, Regions& removed) {
   std::size_t found = 0;
-  for (auto it = regions_.begin(); it != regions_.end() && found < bytes;) {
+  for (auto it = regions_.begin(); found < bytes && unused(kind) > 0;) {
     ArenaRegion& region = *it->second;
     if (region.kind != kind || !region.used.empty()) {
       ++it;
@@ -93,6 +88,7 @@ void ArenaRanges::removeUnused(std::size_t bytes, HostKind kind, Regions& remove
     eraseFree(region, region.free.begin());
     found += region.memory.bytes();
     bytes_[index(kind)] -= region.memory.bytes();
+    unused_[index(kind)] -= region.memory.bytes();
     removed.push_back(std::move(it->second));
     it = regions_.erase(it);
   }
@@ -125,15 +121,18 @@ std::size_t ArenaRanges::validate(const ArenaRegion& region) const {
 
 std::size_t ArenaRanges::validate() const {
   std::array<std::size_t, 2> bytes{};
+  std::array<std::size_t, 2> unused{};
   std::size_t used = 0;
   std::size_t freeRanges = 0;
   for (const auto& [begin, region] : regions_) {
     bytes[index(region->kind)] += region->memory.bytes();
+    if (region->used.empty()) unused[index(region->kind)] += region->memory.bytes();
     freeRanges += region->free.size();
     used += validate(*region);
   }
   require(freeRanges == freeBySize_[0].size() + freeBySize_[1].size(), "a range listed by size is not free");
   require(bytes == bytes_, "reserved bytes are miscounted");
+  require(unused == unused_, "unused bytes are miscounted");
   return used;
 }
 

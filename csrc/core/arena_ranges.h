@@ -43,7 +43,9 @@ class ArenaRanges {
   /// Of a range that take() returned.
   std::size_t bytesOf(HostAddress begin) const;
   /// Bytes of regions of this kind that nothing uses.
-  std::size_t unused(HostKind kind) const;
+  std::size_t unused(HostKind kind) const noexcept {
+    return unused_[index(kind)];
+  }
   /// Removes regions of this kind that nothing uses: as many as it takes for `bytes`, or all.
   void removeUnused(std::size_t bytes, HostKind kind, Regions& removed);
   Regions removeAll();
@@ -74,6 +76,7 @@ class ArenaRanges {
   std::map<HostAddress, std::unique_ptr<ArenaRegion>> regions_; // by begin
   std::array<std::set<std::pair<std::size_t, HostAddress>>, 2> freeBySize_; // by kind
   std::array<std::size_t, 2> bytes_{}; // of regions, by kind
+  std::array<std::size_t, 2> unused_{}; // of those that nothing uses
 };
 
 } // namespace offload

@@ -68,6 +68,42 @@ TEST(ArenaLimit, WhatIsLeftServesSmallerRequests) {
   EXPECT_EQ(rig.warnings.size(), 1U);
 }
 
+TEST(ArenaLimit, PastItWhatIsPendingIsAskedAFewAtATime) {
+  ArenaRig rig(withLimit(8 * kMiB));
+  const HostRange locked = rig.arena.allocate(8 * kMiB);
+  rig.link.answer = false;
+  std::vector<HostRange> pageable;
+  for (int i = 0; i < 2000; ++i) pageable.push_back(rig.arena.allocate(32 << 10));
+  for (const HostRange& range : pageable) rig.arena.free(range.data, {rig.pool.record(rig.sim.createStream(0))});
+  const HostRange free = rig.arena.allocate(16 * kMiB);
+  rig.arena.free(free.data, {});
+  rig.link.queries = 0;
+  for (int i = 0; i < 100; ++i) EXPECT_FALSE(rig.arena.allocate(64 << 10).pinned);
+  EXPECT_LE(rig.link.queries, 100 * 100);
+  // What is locked and done with is found all the same, and comes first.
+  rig.link.answer = true;
+  rig.arena.free(locked.data, {rig.pool.record(rig.stream)});
+  int tries = 1;
+  while (!rig.arena.allocate(64 << 10).pinned) ++tries;
+  EXPECT_LE(tries, 100);
+  EXPECT_TRUE(rig.arena.allocate(64 << 10).pinned);
+  rig.arena.validate();
+}
+
+TEST(ArenaLimit, WhatIsLockedAndJustDoneWithComesBeforePageableMemory) {
+  ArenaRig rig(withLimit(8 * kMiB));
+  const HostRange locked = rig.arena.allocate(8 * kMiB);
+  rig.arena.free(rig.arena.allocate(16 * kMiB).data, {});
+  EXPECT_FALSE(rig.arena.allocate(64 << 10).pinned);
+  for (int i = 0; i < 8; ++i) {
+    const HostRange other = rig.arena.allocate(64 << 10, false);
+    rig.arena.free(other.data, {rig.pool.record(rig.sim.createStream(0))});
+  }
+  rig.arena.free(locked.data, {rig.pool.record(rig.stream)});
+  rig.sim.drain();
+  EXPECT_EQ(rig.arena.allocate(64 << 10).data, locked.data);
+}
+
 TEST(ArenaLimit, AReservationOfAWholeModelSpoilsNothing) {
   ArenaRig rig(withLimit(512 * kMiB));
   const HostRange model = rig.arena.allocate(2048 * kMiB);
