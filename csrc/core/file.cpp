@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace offload {
@@ -47,6 +48,15 @@ void* mapLike(const std::byte* target, std::size_t bytes) {
   munmap(data + bytes, kHugePage - before);
   madvise(data, bytes, MADV_HUGEPAGE);
   return data;
+}
+
+std::uint64_t pageBytes() {
+  return static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+/// The first and the last page of bytes, of which there are some.
+std::pair<std::uint64_t, std::uint64_t> edgesOf(std::uint64_t offset, std::size_t bytes) {
+  return {offset / pageBytes(), (offset + bytes - 1) / pageBytes()};
 }
 
 // What kept a piece from being read; empty if nothing did.
@@ -131,14 +141,18 @@ std::byte* File::mapping() {
 
 // A written page of a private mapping won't do: cutting the file short takes it away, and the next access ends the process.
 void File::detach(std::uint64_t offset, std::size_t bytes, std::size_t threads) {
+  if (bytes == 0) return;
   std::byte* const all = mapping();
-  const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  const std::uint64_t page = pageBytes();
   const std::lock_guard lock(mutex_);
-  std::uint64_t first = offset / page;
-  std::uint64_t last = (offset + bytes - 1) / page;
-  const std::uint64_t edges[] = {first, last};
-  if (detachedEdges_.contains(first)) ++first;
-  if (first <= last && detachedEdges_.contains(last)) --last;
+  const auto [firstEdge, lastEdge] = edgesOf(offset, bytes);
+  std::uint64_t first = firstEdge;
+  std::uint64_t last = lastEdge;
+  {
+    const std::lock_guard edges(edgesMutex_);
+    if (edges_.contains(first)) ++first;
+    if (first <= last && edges_.contains(last)) --last;
+  }
   if (first <= last) {
     const std::uint64_t begin = first * page;
     const std::size_t length = (last + 1 - first) * page;
@@ -158,7 +172,18 @@ void File::detach(std::uint64_t offset, std::size_t bytes, std::size_t threads) 
       throw;
     }
   }
-  detachedEdges_.insert(std::begin(edges), std::end(edges));
+  addEdges(firstEdge, lastEdge);
+}
+
+void File::keepWritten(std::uint64_t offset, std::size_t bytes) {
+  if (bytes == 0) return;
+  const auto [first, last] = edgesOf(offset, bytes);
+  addEdges(first, last);
+}
+
+void File::addEdges(std::uint64_t first, std::uint64_t last) {
+  const std::lock_guard lock(edgesMutex_);
+  edges_.insert({first, last});
 }
 
 } // namespace offload

@@ -47,14 +47,20 @@ class File {
   /// whatever becomes of the file. Each byte at most once; pages that two calls share are replaced by the first. Whoever reads
   /// meanwhile sees no change. Throws Error; the mapping is as before then.
   void detach(std::uint64_t offset, std::size_t bytes, std::size_t threads);
+  /// These bytes of the mapping were written as they are: no call of detach() replaces a page that they share with others. Waits for
+  /// none.
+  void keepWritten(std::uint64_t offset, std::size_t bytes);
 
  private:
+  void addEdges(std::uint64_t first, std::uint64_t last);
+
   const std::string path_;
   int descriptor_ = -1;
   struct stat opened_ {};
   std::mutex mutex_; // of the mapping
   std::byte* mapping_ = nullptr;
-  std::unordered_set<std::uint64_t> detachedEdges_; // first and last pages of what was detached
+  std::mutex edgesMutex_; // of the next, and innermost
+  std::unordered_set<std::uint64_t> edges_; // first and last pages of what was detached, or written
 };
 
 } // namespace offload

@@ -23,6 +23,10 @@ void FileBytes::prepare(Access access) {
   inFile_ = false;
 }
 
+void FileBytes::markWritten() noexcept {
+  if (inFile_.exchange(false)) file_->keepWritten(offset_, bytes_);
+}
+
 HostTask FileBytes::readTask(std::shared_ptr<FileBytes> source, Extent extent, std::byte* to, DeferredError& errors) {
   auto run = [source = std::move(source), extent, to, &errors]() noexcept {
     try {

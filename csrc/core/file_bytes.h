@@ -46,9 +46,7 @@ class FileBytes {
   /// Makes the memory fit to be read, or written, by the host. Throws Error; nothing has changed then. May wait for the disk.
   void prepare(Access access);
   /// The host has written to the memory without prepare().
-  void markWritten() noexcept {
-    inFile_ = false;
-  }
+  void markWritten() noexcept;
 
   /// Reads `extent` of `source` into `to`. What fails is kept in `errors`, which outlives the task.
   static HostTask readTask(std::shared_ptr<FileBytes> source, Extent extent, std::byte* to, DeferredError& errors);

@@ -228,6 +228,23 @@ TEST(FileBlock, WhatTheHostHasWrittenOutlivesTheFile) {
   EXPECT_EQ(on.rig.read(*on.block), expected);
 }
 
+TEST(FileBlock, WhatWasMarkedAsWrittenStaysWhenItsNeighbourIsWritten) {
+  OnFile on(smallChunks(3));
+  {
+    const HostLease lease = on.rig.cache.lease(*on.block, Access::Read);
+    std::memcpy(lease.data(), pattern(2, kBytes).data(), kBytes);
+    on.rig.cache.markWritten(*on.block);
+  }
+  on.rig.write(*on.neighbour, pattern(3, 100));
+  EXPECT_EQ(on.rig.read(*on.block), pattern(2, kBytes));
+  EXPECT_EQ(on.fetched(*on.block, {0, kBytes}), pattern(2, kBytes));
+  Bytes expected = on.part(kBytes, kBytes);
+  const Bytes written = pattern(3, 100);
+  std::copy(written.begin(), written.end(), expected.begin());
+  EXPECT_EQ(on.fetched(*on.neighbour, {0, kBytes}), expected);
+  EXPECT_EQ(on.disk.contents(), on.contents);
+}
+
 TEST(FileBlock, AFileThatWasCutShortIsAnErrorOfEveryAccess) {
   OnFile on(smallChunks(3));
   on.disk.cutTo(kOffset + 20);

@@ -135,6 +135,19 @@ TEST(File, ManyPagesAreDetachedWhole) {
   EXPECT_EQ(std::memcmp(data, contents.data(), contents.size()), 0);
 }
 
+TEST(File, NoBytesAreNoPageThatIsDetached) {
+  const Bytes contents = pattern(1, 12'000);
+  for (const std::uint64_t offset : {0, 100, 4096, 12'000}) {
+    const TestFile on(contents);
+    File file(on.path());
+    std::byte* const data = file.mapping();
+    EXPECT_NO_THROW(file.detach(offset, 0, 2)) << offset;
+    file.detach(0, contents.size(), 2);
+    on.cutTo(0);
+    EXPECT_EQ(std::memcmp(data, contents.data(), contents.size()), 0) << offset;
+  }
+}
+
 TEST(File, WhatCouldNotBeDetachedIsAsBefore) {
   const TestFile on(pattern(1, 10'000));
   const int descriptor = FailingReads::lowestFree();
