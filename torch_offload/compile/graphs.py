@@ -68,3 +68,17 @@ def keep_what_is_overwritten(graph: fx.Graph) -> set[int]:
             copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             node.update_arg(0, copy)
     return written
+
+
+def return_copies(graph: fx.Graph) -> None:
+    """Who gets what a graph returns may write to it: no output is memory that a fetch gave."""
+    fetched = {storage for node in graph.nodes if node.target is FETCH for storage in storages(node)}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, fx.Node) or not fetched & storages(value):
+            return value
+        return call(graph, torch.ops.aten.clone.default, value)
+
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        output.args = tree_map(copied, output.args)

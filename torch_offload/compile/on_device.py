@@ -26,6 +26,7 @@ from torch_offload.compile.graphs import (
     home_of,
     infer,
     keep_what_is_overwritten,
+    return_copies,
     storages,
 )
 
@@ -199,6 +200,7 @@ class OnDevice(CustomGraphModulePass):
         keep_what_is_overwritten(graph)  # fetches that were there, and those of what was moved
         _fetch_small_constants(graph_module)
         _skip_round_trips(graph)
+        return_copies(graph)
         _give(graph)
         _keep_from_writes(graph)
         graph.eliminate_dead_code()

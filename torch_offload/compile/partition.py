@@ -28,6 +28,7 @@ def _prepare(graph: Any) -> None:
     for node in fetches:
         if not written & graphs.storages(node.args[0]):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    graphs.return_copies(graph)
 
 
 def _preparing(has_recomputable_ops: Callable[[Any], bool]) -> Callable[[Any], bool]:
