@@ -8,6 +8,7 @@ import torch
 from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
 from helpers import COMPUTE, HOST, OFFLOAD, SIM, assert_same, at, data
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import torch_offload
@@ -224,3 +225,29 @@ def test_a_compiled_model_that_is_moved_away(backend, trains):
             torch.compiler.reset()
             y = call(x)
         torch.testing.assert_close(y, model(x))
+
+
+@pytest.mark.skipif(HOST, reason="there is no cache")
+@pytest.mark.parametrize("discards", [False, True])
+def test_frozen_weights_are_fetched_when_a_graph_runs(discards):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).eval()
+    x, first = data(2, 64), nn.Parameter(model[0].weight.detach().to(OFFLOAD))
+    with torch.no_grad():
+        expected = model(x.cpu()).to(COMPUTE)
+        doubled = model[1:](nn.functional.linear(x.cpu(), model[0].weight * 2, model[0].bias)).to(COMPUTE)
+    model.to(OFFLOAD)
+    model[0].weight = first
+    step = compiled(model, "inductor")
+    torch.offload.set_budget(0)
+    try:
+        with torch.no_grad(), inductor_config.patch(freezing=True, freezing_discard_parameters=discards):
+            before = torch.offload.memory_stats()["device.pinned_slot_bytes.current"]
+            for _ in range(3):
+                torch.testing.assert_close(step(x), expected)
+            torch.offload.synchronize()
+            assert torch.offload.memory_stats()["device.pinned_slot_bytes.current"] == before
+            first.mul_(2)
+            torch.testing.assert_close(step(x), doubled)
+    finally:
+        torch.offload.set_budget("auto")

@@ -11,10 +11,13 @@ that it generates touch none of their bytes, which copies may be writing at the 
   - with CUDA graphs (`mode="reduce-overhead"`) a fetch is captured where all of the graph is. Where anything else has to be
     left out, and cuts the graph into parts, fetches are left out too: from part to part goes memory of the CUDA graphs' pool
     alone, which a fetch's isn't. And a part returns none of its offload inputs, as it would what others read behind it: their
-    caller has them. These are the six overrides here, which hold for 2.11 to 2.15, and all or none of which are made;
+    caller has them;
+  - with `freezing` weights are constants of a graph, and fetches of them are not computed beforehand: they would stay for ever.
+    These are the seven overrides here, which hold for 2.11 to 2.15, and all or none of which are made;
   - what is left of operations on offload tensors is moved to the device (`on_device`);
   - a kernel over offload tensors is refused.
 register() runs when inductor first compiles something and asks the device module for a backend (``torch.offload.Scheduling``).
+With `freezing` it runs before, when the first fetch is traced.
 Whatever of inductor's it doesn't find, or finds with other parameters, is told to who has offload tensors, and to nobody else.
 """
 
@@ -29,6 +32,7 @@ from torch._inductor.codegen.common import register_backend_for_device
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.codegen.wrapper import FreeLine, PythonWrapperCodegen
+from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ExternKernel, MultiOutput
@@ -78,6 +82,7 @@ def _override() -> None:
     free = _original(PythonWrapperCodegen, "codegen_free", "self", "buffer")
     cuts = _original(Scheduler, "should_partition", "self", "node")
     signatures_of = _original(Scheduler, "get_graph_partition_signature", "self", "partitions", "skip_cudagraphs")
+    fold = _original(ConstantFolder, "run_node", "self", "node")
 
     @functools.wraps(count)
     def add_device_info(self: GraphLowering, device: torch.device) -> None:
@@ -128,12 +133,17 @@ def _override() -> None:
             signature.output_nodes[:] = (node for node in signature.output_nodes if not _is_on_offload(node))
         return found
 
+    @functools.wraps(fold)
+    def run_node(self: ConstantFolder, node: Any) -> Any:
+        return self.unknown_value if node.target is FETCH else fold(self, node)
+
     Scheduler.should_partition = should_partition
     Scheduler.get_graph_partition_signature = get_graph_partition_signature
     GraphLowering.add_device_info = add_device_info
     GraphLowering.find_nodes_prefer_channels_last = find_nodes_prefer_channels_last
     post_grad.get_all_devices = get_all_devices
     PythonWrapperCodegen.codegen_free = codegen_free
+    ConstantFolder.run_node = run_node
 
 
 def _never_reuse(name: str) -> None:

@@ -55,3 +55,9 @@ def prepare_graphs() -> None:
         partitioners.has_recomputable_ops = _preparing(asked_first)
     if asker := sys.modules.get(_ASKER):
         asker.has_recomputable_ops = partitioners.has_recomputable_ops
+    config = sys.modules.get("torch._inductor.config")
+    if config is not None and config.freezing:
+        # Inductor asks for its part only after it has computed what follows from constants.
+        from torch_offload.compile import register_with_inductor
+
+        register_with_inductor()
