@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import CACHED, COMPUTE, CPU, OFFLOAD, assert_same, at, deterministic
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import torch_offload
@@ -23,8 +24,12 @@ needs_cache = pytest.mark.skipif(not CACHED, reason="there is no cache")
 def settings():
     """Nothing is cached before a test, and what it sets ends with it."""
     ring = torch_offload.get_ring_bytes()
+    # torchao turns TensorFloat-32 on, and sets much of inductor.
+    precision, inductor = torch.get_float32_matmul_precision(), inductor_config.shallow_copy_dict()
     torch_offload.empty_cache()
     yield
+    torch.set_float32_matmul_precision(precision)
+    inductor_config.load_config(inductor)
     torch_offload.set_ring_bytes(ring)
     torch_offload.set_budget("auto")
 

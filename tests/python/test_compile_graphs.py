@@ -70,20 +70,49 @@ def test_inference(budget, replays):
     assert replays() > 0
 
 
+class Returning(torch.nn.Module):
+    """Returns what it has fetched, and computes with it."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, x):
+        return torch.ops.offload.fetch(self.weight, x.device), torch.relu(x @ self.weight)
+
+
 @torch.no_grad()
 def test_a_fetched_tensor_that_is_returned(replays):
-    """It would be memory of no pool: its fetch, and with it all others, is left out."""
-    weight, x = at(OFFLOAD, 32, 32), data(3, 32)
-
-    def both(x):
-        return torch.ops.offload.fetch(weight, x.device), torch.relu(x @ weight)
-
-    step = graphed(both)
+    """It is a copy, and the graph's."""
+    weight = data(32, 32)
+    step = graphed(Returning(weight.to(OFFLOAD)))
     for k in range(4):
+        x = data(3, 32, seed=k)
+        before = torch_offload.stats()["fetches"]
         found, product = step(x)
-        assert_same(found.clone(), weight.to(COMPUTE))
-        assert_same(product.clone(), torch.relu(x @ weight.to(COMPUTE)))
-        assert replays() > 0 or k < 3  # of what is behind the fetch
+        assert_same(found.clone(), weight)
+        assert_same(product.clone(), torch.relu(x @ weight))
+        assert replays() > 0 or k < 3
+        assert k < 3 or torch_offload.stats()["fetches"] == before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("argument", [False, True], ids=["closure", "argument"])
+def test_a_tensor_that_is_no_parameter(argument, replays):
+    """It may be another one at each call: its fetch, and with it all others, is left out."""
+    layer = torch.nn.Linear(32, 32).to(OFFLOAD)
+    one = at(OFFLOAD, 32, 32)
+
+    def both(x, weight=one):
+        return torch.relu(layer(x) @ weight)
+
+    step = torch.compile(both, fullgraph=True, mode="reduce-overhead")
+    for k in range(6):
+        x, weight = data(3, 32, seed=k), at(OFFLOAD, 32, 32, seed=k) if argument else one
+        torch.compiler.cudagraph_mark_step_begin()
+        found = step(x, weight) if argument else step(x)
+        assert_same(found.clone(), both(x, weight))
+        assert replays() > 0 or k < 3  # of what is behind the fetches
 
 
 def test_training_over_frozen_weights(replays):

@@ -10,8 +10,8 @@ that it generates touch none of their bytes, which copies may be writing at the 
     frees both after their last use;
   - with CUDA graphs (`mode="reduce-overhead"`) a fetch is captured where all of the graph is. Where anything else has to be
     left out, and cuts the graph into parts, fetches are left out too: from part to part goes memory of the CUDA graphs' pool
-    alone, which a fetch's isn't. And a part returns none of its offload inputs, as it would what others read behind it: their
-    caller has them;
+    alone, which a fetch's isn't. So are they where one is of a tensor that is no parameter or buffer, and may be another one at
+    each call. And a part returns none of its offload inputs, as it would what others read behind it: their caller has them;
   - with `freezing` weights are constants of a graph, and fetches of them are not computed beforehand: they would stay for ever.
     These are the seven overrides here, which hold for 2.11 to 2.15, and all or none of which are made;
   - what is left of operations on offload tensors is moved to the device (`on_device`);
@@ -32,6 +32,7 @@ from torch._inductor.codegen.common import register_backend_for_device
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.codegen.wrapper import FreeLine, PythonWrapperCodegen
+from torch._inductor.compile_fx import get_static_input_idxs
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
@@ -61,6 +62,12 @@ def _is_fetch(node: Any) -> bool:
     """Of a node of the scheduler's: the call, or the node that stands for what it returns."""
     call = node.node.inputs[0] if isinstance(node.node, MultiOutput) else node.node
     return getattr(call, "op_overload", None) in _FETCHES
+
+
+def _moving_inputs() -> set[str]:
+    """Of the graph's inputs, by name, those that are another tensor at each call; all but parameters and buffers."""
+    names = V.graph.graph_input_names
+    return set() if V.graph.is_backward else set(names) - {names[k] for k in get_static_input_idxs(0)}
 
 
 def _is_on_offload(buffer: Any) -> bool:
@@ -112,9 +119,9 @@ def _override() -> None:
     def captures_fetches(scheduler: Scheduler) -> bool:
         known = vars(scheduler)
         if _CAPTURES not in known:
-            outputs = set(V.graph.get_output_names())
+            moving = _moving_inputs()
             known[_CAPTURES] = all(
-                outputs.isdisjoint(node.get_buffer_names()) if _is_fetch(node) else cuts(scheduler, node) is None
+                moving.isdisjoint(node.used_buffer_names()) if _is_fetch(node) else cuts(scheduler, node) is None
                 for node in scheduler.nodes
             )
         return known[_CAPTURES]
