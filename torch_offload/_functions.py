@@ -248,14 +248,13 @@ def register() -> None:
         _want_gradients_on(_tensors(results), _devices(args, None))
         return results
 
+    # Dynamo takes it for PyTorch's own if it is said to be of that file. To compile `F.apply` is then to compile a call of it.
+    apply.__code__ = apply.__code__.replace(co_filename=function.__file__)
     base.apply = classmethod(apply)
 
 
-@functools.cache
-def _watch_gradients() -> None:
-    """For what functions with offload operands return from backward, and ask autograd for. From the first of these on."""
-    backward = function.BackwardCFunction.apply
-
+def _bringing_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
     def apply(self: Any, *args: Any) -> Any:
         returned = backward(self, *args)
         devices = getattr(self, _DEVICES, None)
@@ -266,7 +265,15 @@ def _watch_gradients() -> None:
         # Beyond the operands there may be None.
         return (*map(_moved, returned, devices), *returned[len(devices) :])
 
-    function.BackwardCFunction.apply = apply
+    return apply
+
+
+@functools.cache
+def _watch_gradients() -> None:
+    """For what functions with offload operands return from backward, and ask autograd for. From the first of these on."""
+    for name in ("apply", "apply_boxed"):  # by the one or the other the engine calls a backward
+        if backward := getattr(function.BackwardCFunction, name, None):
+            setattr(function.BackwardCFunction, name, _bringing_gradients(backward))
     run = graph._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
-from helpers import COMPUTE, GPU, OFFLOAD, SIM, assert_same, at, data
+from helpers import COMPUTE, GPU, OFFLOAD, SIM, assert_same, at, data, deterministic
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["value", "differentiable"])
@@ -135,3 +135,29 @@ def test_operations_on_offload_alone(operation, backend):
         assert weight.grad.device.type == "offload"
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if GPU else {}  # sums of inductor's kernels are in their own order
         torch.testing.assert_close(weight.grad.cpu(), plain.grad.cpu(), **tolerance)
+
+
+SEVERAL_USES = {
+    "two products": lambda x, w: (x @ w).tanh() @ w,
+    "three": lambda x, w: ((x @ w).tanh() @ w).tanh() @ w.t(),
+    "a product and a sum": lambda x, w: (x @ w + w[0]).tanh(),
+    "twice the same": lambda x, w: x @ (w + w),
+    "two views": lambda x, w: torch.cat([x[:, :4] @ w[:4], x[:, :4] @ w[4:]]),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SEVERAL_USES)
+def test_gradients_of_a_weight_that_is_used_several_times(name, backend):
+    """They are added up where they are made, as part of the product that makes the last where the compiler knows that."""
+
+    def gradient(device):
+        w = at(device, 8, 8, seed=1).requires_grad_()
+        x = data(16, 8).requires_grad_()
+        compiled(SEVERAL_USES[name], backend)(x, w).square().sum().backward()
+        return x.grad, w.grad.to(COMPUTE)
+
+    with deterministic():
+        expected = gradient(COMPUTE)
+        torch.compiler.reset()
+        assert_same(gradient(OFFLOAD), expected)

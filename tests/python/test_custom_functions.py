@@ -50,6 +50,33 @@ def test_custom_function_is_given_a_fetched_weight(function):
     same(run)
 
 
+@pytest.mark.parametrize("beside", ["plain", "offload"])
+@pytest.mark.parametrize("boxed", [False, True])
+def test_a_gradient_is_brought_to_its_operand(boxed, beside):
+    weight = at(OFFLOAD, 8, 8, seed=1).requires_grad_()
+    home = at(OFFLOAD if beside == "plain" else COMPUTE, 8, 8)
+    x = data(8, 8, device=OFFLOAD if beside == "offload" else COMPUTE).requires_grad_()
+
+    class Elsewhere(torch.autograd.Function):
+        boxed_grads_call = boxed  # a list of gradients, for PyTorch since 2.15
+
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if isinstance(gradient, list):
+                gradient = gradient.pop()
+            return gradient * 2, torch.ones_like(home) * 3
+
+    Elsewhere.apply(x, weight).sum().backward()
+    assert weight.grad.device == weight.device
+    assert x.grad.device == x.device
+    assert torch.equal(weight.grad.cpu(), torch.full((8, 8), 3.0))
+    assert torch.equal(x.grad.cpu(), torch.full((8, 8), 2.0))
+
+
 class NeedsNoWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):

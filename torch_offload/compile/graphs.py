@@ -70,6 +70,37 @@ def keep_what_is_overwritten(graph: fx.Graph) -> set[int]:
     return written
 
 
+def _before_stashes(fetch: fx.Node) -> fx.Node:
+    """What a fetch gives again, of which nobody else wants what is in between."""
+    value = fetch
+    while (
+        value.target is FETCH
+        and len(value.users) == 1
+        and value.args[0].target is STASH
+        and len(value.args[0].users) == 1
+    ):
+        value = value.args[0].args[0]
+    return value
+
+
+def add_without_stashing(graph: fx.Graph) -> None:
+    """Of a weight that is used several times, backward stashes each gradient, and fetches them to add them up.
+
+    Without that they are what compilers know of a sum: part of the product that makes the last of them.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.add.Tensor:
+            continue
+        for source in node.all_input_nodes:
+            value = _before_stashes(source)
+            if value is source or value.meta["val"].device != source.meta["val"].device:
+                continue
+            node.replace_input_with(source, value)
+            while source is not value:
+                gone, source = source, source.args[0]
+                graph.erase_node(gone)
+
+
 def return_copies(graph: fx.Graph) -> None:
     """Who gets what a graph returns may write to it: no output is memory that a fetch gave."""
     fetched = {storage for node in graph.nodes if node.target is FETCH for storage in storages(node)}

@@ -21,6 +21,7 @@ _ASKER = "torch._functorch._activation_checkpointing.remat_using_tags_for_fwd_lo
 def _prepare(graph: Any) -> None:
     from torch_offload.compile import graphs  # the operations that it names are registered by now
 
+    graphs.add_without_stashing(graph)
     fetches = [node for node in graph.nodes if node.target is graphs.FETCH]
     if not fetches:
         return

@@ -27,5 +27,24 @@ def mixed(x, scale):
 
 
 print(bits(mixed(torch.arange(6.0), 1)), bits(mixed(torch.arange(7.0), 3)))
+
+
+class Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (w,) = ctx.saved_tensors
+        return gradient * w, None
+
+
+x = torch.randn(3, 4, requires_grad=True)
+for function in (Scaling.apply, lambda x, w: Scaling.apply(x, w) + 1):
+    x.grad = None
+    torch.compile(function, backend="aot_eager", fullgraph=True)(x, torch.randn(3, 4)).sum().backward()
+    print(bits(x.grad))
 exported = torch.export.export(model, (torch.randn(4, 8),))
 print([node.name for node in exported.graph.nodes])
