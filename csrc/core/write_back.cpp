@@ -32,7 +32,7 @@ std::shared_ptr<Slot> Residency::takeResult(Device& dev, const Block& block, Dev
 
 void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
   const auto audited = audit("adopt", &block);
-  if (block.shared) return writeThrough(block, std::move(buffer), producer);
+  if (block.shared || block.bytes == 0) return writeThrough(block, std::move(buffer), producer);
   prepareForWrite(block);
   Device& dev = device(producer.device);
   const auto slot = takeResult(dev, block, std::move(buffer));
@@ -253,8 +253,8 @@ Block* Residency::retainSource(const Pin& pin) {
   return nullptr;
 }
 
-// What adopt() is for a Shared Block: nothing of it stays on the device. The memory goes after its producer, whether the copy succeeds
-// or not.
+// What adopt() is for a Shared Block, or an empty one: nothing of it stays on the device. The memory goes after its producer, whether
+// the copy succeeds or not.
 void Residency::writeThrough(Block& block, DeviceBuffer buffer, Stream producer) {
   const auto slot = takeResult(device(producer.device), block, std::move(buffer));
   const Pin pinned(*this, slot, slot->data, producer);

@@ -36,6 +36,20 @@ TEST(Adopt, TheBytesComeHome) {
   });
 }
 
+TEST(Adopt, AnEmptyResultLeavesNothing) {
+  onEverySeed([](Rig& rig, Stream stream) {
+    const auto block = rig.newBlock(0);
+    rig.cache.adopt(*block, rig.newResult(stream, {}), stream);
+    rig.cache.adopt(*block, {nullptr, 0, stream, nullptr}, stream);
+    EXPECT_EQ(rig.owned, 0);
+    EXPECT_EQ(rig.read(*block), Bytes());
+    // Memory that is larger than its value.
+    rig.cache.adopt(*block, rig.newResult(stream, pattern(1, 1000)), stream);
+    EXPECT_EQ(rig.cache.stats(0).slotBytes, 0U);
+    EXPECT_EQ(rig.owned, 0);
+  });
+}
+
 TEST(Adopt, AFetchFindsThemOnTheDevice) {
   onEverySeed([](Rig& rig, Stream stream) {
     const Stream other = rig.sim.createStream(0);
