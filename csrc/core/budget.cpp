@@ -55,7 +55,7 @@ void Residency::look(Device& dev) {
     }
     dev.lookAt = budgetBytes_ ? SIZE_MAX : held + std::max(kSmallestStep, (dev.budget - std::min(held, dev.budget)) / 4);
     // A budget that wavers is no reason to drop what stays and to fetch what does not.
-    const bool wavers = dev.budget >= dev.planned && dev.budget <= dev.planned + dev.planned / 8;
+    const bool wavers = dev.budget >= dev.planned && dev.budget - dev.planned <= dev.planned / 8;
     if (!wavers || dev.schedule.isStale()) plan(dev);
     dev.queue.shrink(dev.budget, retired);
     spill(lock, dev);
@@ -64,8 +64,9 @@ void Residency::look(Device& dev) {
   release(retired);
 }
 
-// Under the mutex, as is plan().
+// Under the mutex, as is plan(). The ring stays as large as a fetch of the pass has made it, so that the next one is copied ahead.
 void Residency::endPass(Device& dev) {
+  dev.ring = std::min(dev.ring, ring(std::exchange(dev.largest, 0)));
   dev.lookDue = true;
   if (dev.quiet < kQuietPasses) ++dev.quiet;
   if (dev.schedule.isStale()) plan(dev);

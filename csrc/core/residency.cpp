@@ -73,6 +73,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     ++dev.queue.stats.hits;
     if (std::exchange(slot->unused, false) && dev.patience > 1) --dev.patience;
     dev.queue.pin(slot);
+    dev.largest = std::max(dev.largest, slot->buffer.bytes);
     foresee(dev, false, retired, next);
     const Token ready = slot->ready;
     std::byte* data = slot->data + (extent.begin - slot->extent.begin);
@@ -88,6 +89,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
 
   bool tooLarge = false;
   Pin pinned = copyToDevice(lock, dev, block, extent, stream, retired, &tooLarge);
+  dev.largest = std::max(dev.largest, pinned.slot_->buffer.bytes);
   foresee(dev, false, retired, next);
   const Token ready = pinned.slot_->ready; // which whoever else finds it may change
   lock.unlock();

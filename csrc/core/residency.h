@@ -19,9 +19,9 @@
 // A Slot is on one of two accounts. What passes is charged to the ring, and leaves it in the order in which it came, what may be late
 // last. What the Schedule wants to stay, and what is newer than the host's bytes (Dirty), is charged to the budget. Slots that nothing pins are
 // found again until their bytes are wanted. A fetch never waits for a Pin: where all of the ring is pinned it takes more memory, so
-// device bytes stay within budget + max(ring, twice the fetch at hand) + what is pinned, and what graphs have (staging.h). Memory
-// that is given up is reused in stream order, without the host. An automatic budget follows what is free: it is looked at when a
-// pass of the Schedule ends and when much has been added; in between PyTorch's allocator asks for memory back by relieve().
+// device bytes stay within budget + max(ring, twice the largest fetch of a pass) + what is pinned, and what graphs have (staging.h).
+// Memory that is given up is reused in stream order, without the host. An automatic budget follows what is free: it is looked at when
+// a pass of the Schedule ends and when much has been added; in between PyTorch's allocator asks for memory back by relieve().
 //
 // Note [Blocks of several processes]
 // A Shared Block is never Dirty, and who writes to it waits until the bytes have landed and then counts up the version in the shared
@@ -122,7 +122,7 @@ class Residency {
 
   /// Makes device memory that `producer` has just written the newest value of the whole Block, without a copy on the device. It
   /// goes home when its room is wanted or the host asks, gradients by Note [When a gradient goes home]; at once where the Block is
-  /// Shared, or goesHome.
+  /// Shared, or goesHome. An empty Block keeps nothing of it.
   void adopt(Block& block, DeviceBuffer buffer, Stream producer);
 
   /// Gives up what of this purpose is on its way home, or was, until that is no more than `most` bytes of a device. What is enqueued
@@ -134,7 +134,7 @@ class Residency {
 
   /// From now on fetches on streams that are captured with `stream` become part of what is returned, as long as somebody keeps it.
   std::shared_ptr<CapturedFetches> beginCapture(Stream stream, CapturedFetches::Keep keep);
-  /// Called when the capture is about to end, or has.
+  /// To be called when the capture has ended, or failed to.
   void endCapture(CapturedFetches& graph);
   /// To be called right before a graph is launched on `stream`, by whom calls endReplay() right after, whether it was or not.
   void beginReplay(const CapturedFetches& graph, Stream stream);
@@ -230,7 +230,8 @@ class Residency {
     Transfer transfer;
     SlotQueue queue;
     Schedule schedule;
-    std::size_t ring = 0; // the bytes that may pass, as of the last fetch that found nothing
+    std::size_t ring = 0; // the bytes that may pass, as of the last fetch that found nothing, or the last pass
+    std::size_t largest = 0; // of this pass's fetches
     std::size_t budget = 0;
     std::size_t planned = 0; // the budget that the plan was made for
     std::size_t lookAt = 0; // how many bytes on the budget's account make another look due

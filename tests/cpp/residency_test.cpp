@@ -191,6 +191,24 @@ TEST(Residency, ASmallerRingGivesUpAtOnce) {
   EXPECT_EQ(rig.sim.bytesInUse(0), 1024U);
 }
 
+TEST(Residency, WhatALargeFetchTookOfTheDeviceGoesBackAfterAPassWithoutOne) {
+  Rig rig(ringOf(1024));
+  const auto small = rig.newBlock(pattern(1, 512));
+  const auto other = rig.newBlock(pattern(2, 512));
+  const auto large = rig.newBlock(pattern(3, 4096));
+  const auto pass = [&](bool withLarge) {
+    for (Block* block : {small.get(), other.get(), large.get()}) {
+      if (block != large.get() || withLarge) rig.cache.fetch(*block, {0, block->bytes}, {});
+    }
+  };
+  for (int k = 0; k < 3; ++k) pass(true);
+  EXPECT_EQ(rig.cache.stats(0).slotBytes, 5120U);
+  EXPECT_EQ(rig.cache.stats(0).hits, 6U);
+  for (int k = 0; k < 3; ++k) pass(false);
+  EXPECT_EQ(rig.cache.stats(0).slotBytes, 1024U);
+  EXPECT_EQ(rig.cache.stats(0).hits, 12U);
+}
+
 TEST(Residency, EmptyCacheTellsWhatItGaveUp) {
   Rig rig;
   const auto one = rig.newBlock(pattern(1, 1024));

@@ -294,6 +294,30 @@ TEST(UpdateThere, WithoutMemoryItIsNotTriedAgainBeforeThereIsAnotherPlan) {
   trained.check();
 }
 
+TEST(UpdateThere, PassesThatRepeatMakeNoOtherPlanWhateverTheBudget) {
+  for (const std::size_t budget : {std::size_t{20'000}, SIZE_MAX}) {
+    Trained trained(withBudget(budget));
+    const auto other = trained.rig.newBlock(pattern(2, kBytes));
+    const auto pass = [&] {
+      trained.rig.cache.fetch(*trained.weight, {0, kBytes}, trained.stream);
+      trained.rig.cache.fetch(*other, {0, kBytes}, trained.stream);
+    };
+    for (int k = 0; k < 4; ++k) pass();
+    trained.makeGradient(1);
+    int asked = 0;
+    for (int k = 0; k < 4; ++k) {
+      trained.rig.cache.updateThere(trained.claims(), trained.stream, [&](const auto&) {
+        ++asked;
+        throw OutOfMemory(OutOfMemory::Where::Device, 100, "no memory");
+      });
+      pass();
+    }
+    EXPECT_EQ(asked, 1) << "a budget of " << budget;
+    EXPECT_EQ(trained.rig.cache.budget(0), budget);
+    trained.check();
+  }
+}
+
 TEST(UpdateThere, WhatItUsesIsNotTakenBackMeanwhile) {
   Trained trained(withBudget(20'000));
   trained.makeGradient(1);
