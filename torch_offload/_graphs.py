@@ -43,10 +43,10 @@ def _ends(capture_end: Callable[[Any], None]) -> Callable[[Any], None]:
     def end(self: Any) -> None:
         fetches = _fetches(self)
         try:
+            capture_end(self)
+        finally:
             if fetches is not None:
                 fetches.end()
-        finally:
-            capture_end(self)
         if fetches is not None and not fetches.tensors:
             self.__dict__.pop(_FETCHES, None)
 

@@ -11,7 +11,7 @@ class CapturedGraph {
   /// Of the capture that has just begun on the device's current stream.
   explicit CapturedGraph(c10::DeviceIndex device);
 
-  /// Called when the capture is about to end.
+  /// Called when the capture has ended, or failed to.
   void end();
   /// How many tensors' memory its replays read; the number that a graph without offload tensors has is 0.
   std::size_t tensors() const;

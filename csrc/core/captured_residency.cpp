@@ -43,6 +43,9 @@ void Residency::endCapture(CapturedFetches& graph) {
     dev.lastLook = {};
   }
   graph.end();
+  // What was refused meanwhile gets its place now that nothing is captured any more: its streams may be gone by the next call.
+  settle();
+  (void)graph.staging().uses();
 }
 
 Pin Residency::fetchCaptured(Block& block, Extent extent, Stream stream, std::uint64_t id) {

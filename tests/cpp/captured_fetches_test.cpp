@@ -378,6 +378,41 @@ TEST(CapturedFetches, ReplaysOnStreamsThatComeAndGoLeaveNothing) {
   }
 }
 
+// As when a backward pass is captured for itself: what the forward's fetches are used by then is known when that capture has ended.
+TEST(CapturedFetches, AStreamMayGoWhenItsCapturesHaveEnded) {
+  for (const bool captured : {true, false}) {
+    CoreOptions options = graphOptions();
+    options.cache.budgetBytes = captured ? 0 : 1 << 20;
+    GraphRig rig(options);
+    Blocks blocks(rig, 2, kBytes);
+    Reader first(rig);
+    Reader second(rig);
+    first.stream = second.stream = rig.sim.createStream(0);
+    first.stream.id = second.stream.id = 1; // a program has made it
+    Pin pin;
+    if (!captured) pin = rig.cache.fetch(*blocks.all[0], {0, kBytes}, first.stream);
+    first.begin();
+    if (captured) pin = rig.cache.fetch(*blocks.all[0], {0, kBytes}, first.stream);
+    first.read(*blocks.all[1]);
+    first.end();
+    second.begin();
+    second.read(*blocks.all[1]);
+    pin = {};
+    second.end();
+    rig.sim.destroyStream(first.stream);
+    const Stream other = rig.sim.createStream(0);
+    for (int round = 0; round < 2; ++round) {
+      rig.write(*blocks.all[1], pattern(10 + round, kBytes));
+      ASSERT_NO_THROW(first.replay(other));
+      ASSERT_NO_THROW(second.replay(other));
+      rig.sim.drain();
+      first.expect({10 + round});
+      second.expect({10 + round});
+    }
+    EXPECT_EQ(rig.cache.stats(0).pinnedBytes, 0U);
+  }
+}
+
 TEST(CapturedFetches, AnyCallMayFail) {
   std::uint64_t failures = 1;
   for (std::uint64_t n = 1; failures > 0; ++n) {

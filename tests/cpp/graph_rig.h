@@ -48,8 +48,8 @@ struct Reader {
     rig.link.launch(stream, [to = seen.back(), data, bytes] { std::memcpy(to->data(), data, bytes); }, {{data, bytes}}, {});
   }
   void end() {
-    if (fetches) rig.cache.endCapture(*fetches);
     graph = rig.link.end();
+    if (fetches) rig.cache.endCapture(*fetches);
   }
   void replay(Stream on) {
     rig.cache.beginReplay(*fetches, on);

@@ -61,7 +61,7 @@ def test_a_capture_and_a_replay(graphs):
     graph.capture_begin()
     graph.capture_end()
     graph.replay()
-    expected = ["capture_begin", "fetches begin", "fetches end", "capture_end", "before", "replay", "after"]
+    expected = ["capture_begin", "fetches begin", "capture_end", "fetches end", "before", "replay", "after"]
     assert graphs.log == expected
 
 
