@@ -16,6 +16,7 @@ def register(extension: ModuleType) -> None:
     from torch_offload import (
         _autocast,
         _backward,
+        _data_parallel,
         _dlpack,
         _functions,
         _graphs,
@@ -61,6 +62,7 @@ def register(extension: ModuleType) -> None:
     _library.register()
     _autocast.register()
     _backward.register()
+    _data_parallel.register()
     _triton.register()
     compile.register()
     # Before Python's own teardown: later a tensor's deleter may run when CUDA is gone.

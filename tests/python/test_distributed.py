@@ -76,3 +76,35 @@ dist.destroy_process_group()
         )
         == "done\n"
     )
+
+
+def test_a_model_moved_after_data_parallel_took_it_is_refused():
+    """PyTorch's hooks are lost with the move: each process would keep its own gradients."""
+    told = passes(
+        f"""{PRELUDE}
+start("gloo")
+x = torch.ones(4, 3)
+for moved in ("net", "net.module"):
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+    on_cpu = net(x).detach()
+    eval(moved).to("offload")
+    for call in (net, torch.compile(net, backend="eager")):
+        try:
+            call(x).sum().backward()
+        except RuntimeError as error:
+            print(str(error).splitlines()[0], net.module.bias.grad)
+    with torch.no_grad():
+        print(torch.equal(net(x), on_cpu))
+adapted = torch.nn.Sequential(torch.nn.Linear(3, 3).requires_grad_(False), torch.nn.Linear(3, 2))
+net = torch.nn.parallel.DistributedDataParallel(adapted)
+adapted[0].to("offload")
+net(x).sum().backward()
+print(adapted[1].bias.grad.tolist())
+dist.destroy_process_group()
+"""
+    )
+    refused = (
+        "offload: DistributedDataParallel does not reduce gradients of parameters that were moved to offload after it "
+        "was made, and each process would train by itself; leave them on the CPU or on CUDA. None"
+    )
+    assert told.splitlines() == [refused, refused, "True"] * 2 + ["[4.0, 4.0]"]
