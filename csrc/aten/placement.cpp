@@ -9,17 +9,23 @@ namespace {
 
 thread_local int hostScopes = 0;
 
-constexpr c10::DispatchKeySet kWrapperKeys(
-    {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize});
+constexpr c10::DispatchKeySet kTransformKeys({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize});
+constexpr c10::DispatchKeySet kWrapperKeys = kTransformKeys | c10::DispatchKeySet(c10::DispatchKey::Python);
 
 } // namespace
+
+bool isBornOnDevice(const at::Tensor& offload) {
+  return offload.has_storage() && !offload.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) &&
+      offload.storage().nbytes() > 0 && blockOf(offload.storage()).born == Born::Device;
+}
 
 void Operands::add(const at::Tensor& tensor, bool written, bool out) {
   if (!tensor.defined()) return;
   const c10::Device device = tensor.device();
   requiresGrad = requiresGrad || tensor.requires_grad();
   const bool plain = !tensor.key_set().has_any(kWrapperKeys);
-  wrapped = wrapped || !plain;
+  // A subclass elsewhere (a jagged tensor, say) is an activation, beside which its author expects tensors of its device.
+  wrapped = wrapped || tensor.key_set().has_any(device.type() == kOffload ? kWrapperKeys : kTransformKeys);
   const bool dims = tensor.dim() > 0 && !out; // an `out=` takes the shape of the result
   foreign = foreign || device.type() != kOffload;
   switch (device.type()) {
@@ -29,10 +35,7 @@ void Operands::add(const at::Tensor& tensor, bool written, bool out) {
       offloadDims = offloadDims || dims;
       const bool traced = tracing();
       deviceBorn = deviceBorn || traced; // a graph moves, too, where it computes
-      if (!plain || traced || tensor.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) || !tensor.has_storage() ||
-          tensor.storage().nbytes() == 0)
-        return;
-      const bool onDevice = blockOf(tensor.storage()).born == Born::Device;
+      const bool onDevice = plain && !traced && isBornOnDevice(tensor);
       deviceBorn = deviceBorn || onDevice;
       targetDeviceBorn = targetDeviceBorn || (written && onDevice);
       return;

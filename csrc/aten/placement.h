@@ -17,6 +17,9 @@
 
 namespace offload {
 
+/// Whether what the offload tensor holds was first made on a device. Not for wrappers, which hold nothing themselves.
+bool isBornOnDevice(const at::Tensor& offload);
+
 /// What an operation is given, as far as the rule asks.
 struct Operands {
   bool offload = false; // any offload tensor
@@ -24,7 +27,7 @@ struct Operands {
   bool targetDeviceBorn = false; // one that is written to
   std::optional<c10::Device> plainTarget; // of a tensor elsewhere that is
   bool requiresGrad = false; // any operand, wherever it lives
-  bool wrapped = false; // tensor subclasses and functorch's wrappers, which only the kernel below can open
+  bool wrapped = false; // subclasses on offload, and functorch's wrappers, which only the kernel below can open
   std::optional<c10::Device> cuda; // of a CUDA tensor with dims
   std::optional<c10::Device> cudaScalar; // of a 0-dim CUDA tensor
   bool hostGenerator = false; // a generator that draws on the host

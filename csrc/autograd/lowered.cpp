@@ -2,6 +2,7 @@
 
 #include "aten/autocast_copies.h"
 #include "aten/fetch.h"
+#include "aten/placement.h"
 #include "aten/tensors.h"
 #include "autograd/nodes.h"
 #include "compat/node_pointers.h"
@@ -69,13 +70,8 @@ Casts& casts() {
 // Of which PyTorch keeps the cast.
 bool isKept(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kFloat && tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view() &&
-      at::autocast::is_autocast_cache_enabled() && at::GradMode::is_enabled() && !tensor._fw_grad(0).defined();
-}
-
-// An activation, whose cast has to stay for backward, or the activation would.
-bool isBornOnDevice(const at::Tensor& offload) {
-  return offload.has_storage() && !offload.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) &&
-      offload.storage().nbytes() > 0 && blockOf(offload.storage()).born == Born::Device;
+      !tensor.is_inference() && at::autocast::is_autocast_cache_enabled() && at::GradMode::is_enabled() &&
+      !tensor._fw_grad(0).defined();
 }
 
 // Where a fetch gives a tensor with one gradient, and no tangent.
@@ -94,7 +90,7 @@ std::optional<at::ScalarType> loweredTo(const OpTraits& traits, c10::DeviceType 
 
 bool needsLowering(const at::Tensor& operand, at::ScalarType dtype) {
   if (!operand.is_floating_point() || operand.scalar_type() == at::kDouble || operand.scalar_type() == dtype) return false;
-  return isKept(operand) || !isBornOnDevice(operand);
+  return isKept(operand) || !isBornOnDevice(operand); // of an activation the cast stays for backward, or it would itself
 }
 
 at::Tensor fetchLowered(const at::Tensor& offload, c10::Device target, at::ScalarType dtype) {
