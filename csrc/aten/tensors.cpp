@@ -1,6 +1,7 @@
 #include "aten/tensors.h"
 
 #include "aten/captured_graph.h"
+#include "compat/named_tensors.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/TensorBody.h>
@@ -67,6 +68,7 @@ at::Tensor tensorOver(c10::Storage storage, c10::DeviceType type, const at::Tens
   impl->set_sizes_and_strides(like.sizes(), like.strides());
   if (like.is_conj()) impl->_set_conj(true);
   if (like.is_neg()) impl->_set_neg(true);
+  compat::copyNames(result, like);
   return result;
 }
 
