@@ -6,8 +6,8 @@ beside the others. What the function writes to it comes home, in forward and, wh
 What the context keeps has memory while the function's backward runs, as what PyTorch's own operations save.
 
 The function may know the operand by another way, too, as a module's parameter. So what it returns of what it was lent is the
-operand, where it was written to; gradients that it asks for with respect to what it was lent are the operand's; and what it
-returns as an operand's gradient may be wherever it computed that.
+operand, where it was written to, and otherwise a copy; gradients that it asks for with respect to what it was lent are the
+operand's; and what it returns as an operand's gradient may be wherever it computed that.
 """
 
 import functools
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad, function, graph
+from torch.utils._pytree import tree_map
 
 from torch_offload import _C
 from torch_offload._wrappers import fetched, is_offload, target_of
@@ -95,8 +96,8 @@ def _has_tangent(value: Tensor) -> bool:
 
 
 def _with_counter(value: Tensor) -> Tensor:
-    """An inference tensor's memory, as a tensor that counts writes."""
-    if not value.is_inference() or value.is_conj() or value.is_neg():
+    """An inference tensor's memory, as a tensor that counts writes; not of one with a gradient, which nobody writes to."""
+    if not value.is_inference() or value.requires_grad or value.is_conj() or value.is_neg():
         return value
     with torch.inference_mode(False):
         place = value.storage_offset(), value.size(), value.stride()
@@ -122,13 +123,12 @@ def _tensors(results: Any) -> list[Tensor]:
     return [result for result in results if isinstance(result, Tensor)]
 
 
-def _watch_backward(results: list[Tensor], lent: list[_Lent], watch: _C.ReleaseRefill) -> None:
+def _watch_backward(nodes: set[Any], results: list[Tensor], lent: list[_Lent], watch: _C.ReleaseRefill) -> None:
     def bring_home(*gradients: Any) -> None:
         for operand in lent:
             operand.bring_home()
             operand.bring_gradient()
 
-    nodes = {result.grad_fn for result in results if result.grad_fn is not None}
     for node in nodes:
         node.register_hook(bring_home)  # before the memory is given up, which is the hook that comes next
     for operand in lent:
@@ -136,11 +136,16 @@ def _watch_backward(results: list[Tensor], lent: list[_Lent], watch: _C.ReleaseR
     watch.finish(results)
 
 
+def _own(value: Any) -> Any:
+    """A copy of what is memory of the cache, or of a Block: who gets it may write to it, and keep it."""
+    return value.clone() if isinstance(value, Tensor) and _C.is_fetched(value) else value
+
+
 def _results_for(results: Any, lent: list[tuple[_Lent, Tensor]]) -> Any:
     def found(result: Any) -> Any:
         for operand, source in lent:
             result = operand.result_for(result, source)
-        return result
+        return tree_map(_own, result)
 
     return tuple(map(found, results)) if type(results) is tuple else found(results)
 
@@ -155,13 +160,18 @@ def call_fetched(function: Callable[..., Any], args: Iterable[Any], target: torc
         made = function(*given, **kwargs)
         _want_gradients_on(_tensors(made), devices)
         results = _results_for(made, lent)
+        made = _tensors(made)
+        nodes = {value.grad_fn for value in made if value.grad_fn is not None}
+        # An operand has its history by way of a stash, behind which the function's node isn't found.
+        pairs = zip(made, _tensors(results), strict=True)
+        made = [value if is_offload(result) else result for value, result in pairs]
     finally:  # also where checkpointing has ended a recomputation early
         for operand, _ in lent:
             operand.bring_home()
     del args, given
     kept = [operand for operand, _ in lent if operand.is_kept()]
     if kept:
-        _watch_backward(_tensors(made), kept, watch)
+        _watch_backward(nodes, made, kept, watch)
     return results
 
 
@@ -181,11 +191,12 @@ def _want_gradients_on(results: list[Tensor], devices: tuple[torch.device | None
 
 
 def _moved(gradient: Any, device: torch.device | None) -> Any:
-    if not isinstance(gradient, Tensor) or device is None or is_offload(gradient) == (device.type == "offload"):
+    if not isinstance(gradient, Tensor) or device is None:
         return gradient
-    if is_offload(gradient):
-        return torch.ops.offload.fetch(gradient, device)
-    return torch.ops.offload.stash(gradient, device)
+    if is_offload(gradient) != (device.type == "offload"):
+        move = torch.ops.offload.fetch if is_offload(gradient) else torch.ops.offload.stash
+        gradient = move(gradient, device)
+    return _own(gradient)  # autograd adds to it, or keeps it
 
 
 def _is_left_alone(cls: type) -> bool:

@@ -219,6 +219,7 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Devic
 }
 
 bool isFetched(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return false;
   const auto deleter = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter();
   return deleter == &deleteFetched || deleter == &deleteAliased;
 }

@@ -103,6 +103,12 @@ at::Tensor fetchInStorage(const at::Tensor& tensor, c10::Device target) {
       .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
 
+// Who gets a result may write to it, and keep it: one that is an operand, or a view of one (`type_as`, operations of libraries), is not
+// the memory that was fetched.
+at::Tensor ownOf(const at::Tensor& result) {
+  return isFetched(result) ? result.clone() : result;
+}
+
 // `lower` is the dtype that autocast casts to.
 void callFetched(
     const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack,
@@ -137,6 +143,7 @@ void callFetched(
     for (const auto& written : writes) keepWritten(written, placement.compute);
     throw;
   }
+  if (!placement.toOffload && !tracing()) replaceResults(traits.results, stack, &ownOf);
   if (watch.watches()) watch.finish(resultTensors(traits.results, stack));
   for (const auto& written : writes) copyBack(written, placement.compute);
   replaceResults(traits.results, stack, [&](const at::Tensor& result) {

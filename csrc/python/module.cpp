@@ -202,6 +202,7 @@ PYBIND11_MODULE(_C, m) {
       .def("add", &ReleaseRefill::add)
       .def("finish", &ReleaseRefill::finish);
   m.def("before_change", &beforeChange, py::call_guard<py::gil_scoped_release>());
+  m.def("is_fetched", &isFetched);
   m.def("bring_home", &bringHome, py::call_guard<py::gil_scoped_release>());
   m.def("rebase", &rebase);
   // Python's `.grad` warns where a tensor is no leaf.
