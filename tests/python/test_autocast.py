@@ -224,10 +224,12 @@ def test_a_cast_weight_does_not_stay_for_backward(feed, dtype):
         said = saved_weights(z)
         assert len(said) == 2
         assert all("has memory only while its backward runs" in sentence for sentence in said)
-    fetches = torch_offload.memory_stats()["cache.fetches"]
+    before = torch_offload.memory_stats()["cache.fetches"], torch_offload.stats()["bytes_to_device"]
     z.float().sum().backward()
     if feed == COMPUTE:
-        assert torch_offload.memory_stats()["cache.fetches"] - fetches == 2, "each of them once"
+        assert torch_offload.memory_stats()["cache.fetches"] - before[0] == 2, "each of them once"
+    activations = torch_offload.stats()["bytes_to_device"] - before[1] - layer.weight.nbytes
+    assert 0 <= activations <= 64 * 1024, "the weight travels once"
 
 
 @pytest.mark.skipif(not CACHED, reason="a cast is kept as on the plain device")

@@ -75,7 +75,8 @@ def test_half_the_bytes_travel(inference, feed, dtype):
     with torch.inference_mode(inference):
         first = use(layer, x, dtype)  # makes the copy
         torch_offload.synchronize()
-        assert size // 2 <= moved(lambda: assert_same(use(layer, x, dtype), first)) <= size // 2 + x.nbytes
+        uses = moved(lambda: assert_same(use(layer, x, dtype), first))
+        assert uses in ({size // 2} if feed == COMPUTE else {size // 2, size // 2 + x.nbytes}), "x may be in the cache"
     if inference:
         return
     assert moved(lambda: use(layer, x, dtype).float().sum().backward()) <= size
