@@ -110,8 +110,8 @@ def compare(work: str, blocks: nn.Sequential, make_step: Callable, x: Tensor, li
     taken: dict[str, list[float]] = {name: [] for name in models}
     steps, records = {}, {}
     for _ in range(min(rounds, COMPILATIONS)):
-        torch.compiler.reset()
         for name, model in models.items():
+            torch.compiler.reset()  # or the second would be a recompilation of the first one's code
             clear[name]()
             steps[name], _, seconds, kernels = compiled(model, make_step, x)
             taken[name].append(seconds)

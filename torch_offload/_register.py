@@ -18,6 +18,7 @@ def register(extension: ModuleType) -> None:
         _backward,
         _data_parallel,
         _dlpack,
+        _flex_attention,
         _functions,
         _graphs,
         _guest,
@@ -64,6 +65,7 @@ def register(extension: ModuleType) -> None:
     _backward.register()
     _data_parallel.register()
     _triton.register()
+    _flex_attention.register()
     compile.register()
     # Before Python's own teardown: later a tensor's deleter may run when CUDA is gone.
     atexit.register(extension.drain, close=True)

@@ -5,11 +5,7 @@ of cached copies, and while copies of it are on their way. PyTorch sees nothing 
 """
 
 import functools
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_offload import _C
+from torch_offload._imports import when_imported
 from torch_offload._wrappers import device_for, is_offload
-
-_MODULE = "triton.runtime.jit"
 
 
 def _any_offload(values: Iterable[Any]) -> bool:
@@ -81,28 +76,6 @@ def _guard(triton_jit: ModuleType) -> None:
     triton_jit.JITFunction.run = _guarded(triton_jit.JITFunction.run)
 
 
-class _OnceImported(MetaPathFinder):
-    """Guards the launch as soon as a program imports Triton, which this package does not."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_guard(module: ModuleType) -> None:
-                execute(module)
-                _guard(module)
-
-            spec.loader.exec_module = execute_and_guard
-        return spec
-
-
 def register() -> None:
     """Guards Triton's launch, now or when Triton is imported."""
-    if _MODULE in sys.modules:
-        _guard(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _OnceImported())
+    when_imported("triton.runtime.jit", _guard)

@@ -26,6 +26,15 @@ _SPACES = (torch, torch.Tensor, torch.nn.functional)
 _PRODUCTS = {getattr(space, name) for name in _NAMES for space in _SPACES if hasattr(space, name)}
 
 
+def paired_device(index: int | None) -> torch.device:
+    """Where results of `offload:i` alone are computed."""
+    return _C.paired_device(index or 0)  # a wrapper may tell none
+
+
+# As torch.compiler.assume_constant_result() does, which imports the compiler: graphs may hold the device.
+paired_device._dynamo_marked_constant = True
+
+
 def target_of(values: Sequence[Any]) -> torch.device | None:
     """Where the placement rule computes; None if there is nothing to fetch, or offload tensors alone."""
     devices: dict[str, torch.device] = {}
@@ -44,7 +53,7 @@ def target_of(values: Sequence[Any]) -> torch.device | None:
     if offload is None:
         return None
     if "cpu" in devices and "cuda" not in devices:
-        paired = _C.paired_device(offload.device.index or 0)  # a wrapper may tell none
+        paired = paired_device(offload.device.index)
         return paired if paired.type == "cpu" else devices["cpu"]
     return devices.get("cuda", None if dims else cuda_scalar)
 
@@ -56,7 +65,7 @@ def is_offload(value: Any) -> bool:
 def device_for(values: Sequence[Any]) -> torch.device:
     """Where a kernel runs that is given these, of which one is on offload."""
     offload = next(value for value in values if is_offload(value))
-    return target_of(values) or _C.paired_device(offload.device.index)
+    return target_of(values) or paired_device(offload.device.index)
 
 
 def _is_wrapper(value: Any) -> bool:

@@ -3,6 +3,7 @@
 #include "aten/fetch.h"
 #include "aten/placement.h"
 #include "autograd/gapped_clone.h"
+#include "compat/named_tensors.h"
 #include "compat/node_pointers.h"
 #include "compat/registration.h"
 
@@ -148,6 +149,14 @@ auto nodeFor(const at::Tensor& input) {
   return node;
 }
 
+// What was made in inference mode has no key of autograd's, and comes here at once. Outside of that mode it may have a gradient for all
+// that, where an operation has other operands.
+at::Tensor fetchPlain(const at::Tensor& self, c10::Device target) {
+  at::Tensor result = fetchTo(self, target);
+  if (self.is_inference() && recordsGraph()) recordFetch(self, result, target);
+  return result;
+}
+
 at::Tensor fetchAutograd(const at::Tensor& self, c10::Device target) {
   at::Tensor result;
   {
@@ -184,8 +193,10 @@ at::Tensor stashPlain(const at::Tensor& self, c10::Device home) {
   return stashCopy(self, home, computedOn(self, home), purposeOfResult(), madeGradient.of);
 }
 
-// As a compiled graph calls it, whose kernels are made for addresses that are multiples of `alignment`.
-at::Tensor fetchAligned(const at::Tensor& self, c10::Device target, std::int64_t alignment) {
+// As the code of a compiled graph calls it, whose kernels are made for addresses that are multiples of `alignment`. Devices are
+// numbers there: what inductor generates in C++ does not compile for an operation that takes a Device.
+at::Tensor fetchCoded(const at::Tensor& self, std::int64_t type, std::int64_t index, std::int64_t alignment) {
+  const c10::Device target(static_cast<c10::DeviceType>(type), static_cast<c10::DeviceIndex>(index));
   at::Tensor fetched = fetchTo(self, target);
   const auto address = reinterpret_cast<std::uintptr_t>(fetched.const_data_ptr());
   if (address % static_cast<std::uintptr_t>(alignment) == 0) return fetched;
@@ -201,6 +212,14 @@ at::Tensor givePlain(const at::Tensor& self, c10::Device home) {
   return stashResult(self, home, computedOn(self, home), purposeOfResult());
 }
 
+at::Tensor stashCoded(const at::Tensor& self, std::int64_t index) {
+  return stashPlain(self, c10::Device(kOffload, static_cast<c10::DeviceIndex>(index)));
+}
+
+at::Tensor giveCoded(const at::Tensor& self, std::int64_t index) {
+  return givePlain(self, c10::Device(kOffload, static_cast<c10::DeviceIndex>(index)));
+}
+
 void writePlain(const at::Tensor& self, const at::Tensor& value) {
   const_cast<at::Tensor&>(self).copy_(value);
 }
@@ -212,8 +231,9 @@ at::Tensor fetchOfOther(const at::Tensor& self, c10::Device /*target*/) {
       "torch.compiler.reset().");
 }
 
-at::Tensor fetchOfOtherAligned(const at::Tensor& self, c10::Device target, std::int64_t /*alignment*/) {
-  return fetchOfOther(self, target);
+at::Tensor fetchOfOtherCoded(
+    const at::Tensor& self, std::int64_t /*type*/, std::int64_t /*index*/, std::int64_t /*alignment*/) {
+  return fetchOfOther(self, self.device());
 }
 
 at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
@@ -308,27 +328,57 @@ OFFLOAD_LIBRARY(offload, m) {
   // A graph that inductor captures can't hold them as they are: see torch_offload/compile/inductor.py for when it does.
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def("fetch(Tensor self, Device device) -> Tensor", tags);
-  m.def("fetch.aligned(Tensor self, Device device, *, int alignment) -> Tensor", tags);
+  m.def("fetch.coded(Tensor self, int type, int index, int alignment) -> Tensor", tags);
   m.def("stash(Tensor self, Device device) -> Tensor", tags);
+  m.def("stash.coded(Tensor self, int index) -> Tensor", tags);
   m.def("give(Tensor self, Device device) -> Tensor", tags);
+  m.def("give.coded(Tensor self, int index) -> Tensor", tags);
   m.def("write_(Tensor(a!) self, Tensor value) -> ()", tags);
 }
 
-// Fetch and stash carry the bits over; resolving them first would take an operation, which would fetch.
-OFFLOAD_LIBRARY_IMPL(offload, Conjugate, m) {
+namespace {
+
+// Fetch and stash carry the bits, and names, over; resolving them first would take an operation, which would fetch.
+void carryOver(torch::Library& m) {
   m.impl("fetch", torch::CppFunction::makeFallthrough());
   m.impl("stash", torch::CppFunction::makeFallthrough());
+}
+
+// Of tensors of the devices that compute.
+void takePlain(torch::Library& m) {
+  m.impl("fetch", fetchOfOther);
+  m.impl("fetch.coded", fetchOfOtherCoded);
+  m.impl("stash", stashPlain);
+  m.impl("stash.coded", stashCoded);
+  m.impl("give", givePlain);
+  m.impl("give.coded", giveCoded);
+}
+
+void refuseLayout(torch::Library& m) {
+  m.impl("stash", stashPlain);
+}
+
+} // namespace
+
+OFFLOAD_LIBRARY_IMPL(offload, Conjugate, m) {
+  carryOver(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, Negative, m) {
-  m.impl("fetch", torch::CppFunction::makeFallthrough());
-  m.impl("stash", torch::CppFunction::makeFallthrough());
+  carryOver(m);
 }
 
+#ifdef OFFLOAD_NAMED_TENSORS
+OFFLOAD_LIBRARY_IMPL(offload, Named, m) {
+  carryOver(m);
+}
+#endif
+
 OFFLOAD_LIBRARY_IMPL(offload, PrivateUse1, m) {
-  m.impl("fetch", fetchTo);
-  m.impl("fetch.aligned", fetchAligned);
+  m.impl("fetch", fetchPlain);
+  m.impl("fetch.coded", fetchCoded);
   m.impl("stash", stashPlain);
+  m.impl("stash.coded", stashCoded);
   m.impl("write_", writePlain);
 }
 
@@ -337,34 +387,27 @@ OFFLOAD_LIBRARY_IMPL(offload, AutogradPrivateUse1, m) {
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, CPU, m) {
-  m.impl("fetch", fetchOfOther);
-  m.impl("fetch.aligned", fetchOfOtherAligned);
-  m.impl("stash", stashPlain);
-  m.impl("give", givePlain);
+  takePlain(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, CUDA, m) {
-  m.impl("fetch", fetchOfOther);
-  m.impl("fetch.aligned", fetchOfOtherAligned);
-  m.impl("stash", stashPlain);
-  m.impl("give", givePlain);
+  takePlain(m);
 }
 
-// These refuse.
 OFFLOAD_LIBRARY_IMPL(offload, SparseCPU, m) {
-  m.impl("stash", stashPlain);
+  refuseLayout(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCUDA, m) {
-  m.impl("stash", stashPlain);
+  refuseLayout(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCsrCPU, m) {
-  m.impl("stash", stashPlain);
+  refuseLayout(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCsrCUDA, m) {
-  m.impl("stash", stashPlain);
+  refuseLayout(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, Autograd, m) {

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_offload
 from torch_offload.compile import on_device
+from torch_offload.compile.fakes import code_of
 
 
 class Norms(nn.Sequential):
@@ -287,8 +288,11 @@ def test_operations_on_fake_tensors():
         offload, plain = torch.empty(3, 4, device=OFFLOAD).t(), torch.empty(3, 4, device=COMPUTE).t()
         ops, target = torch.ops.offload, torch.device("cpu:0") if SIM else COMPUTE
         results = {
-            COMPUTE: [ops.fetch(offload, target), ops.fetch(offload, target, alignment=16)],
-            OFFLOAD: [ops.stash(plain, OFFLOAD), ops.stash(offload, OFFLOAD), ops.give(plain, OFFLOAD)],
+            COMPUTE: [ops.fetch(offload, target), ops.fetch.coded(offload, *code_of(target), 16)],
+            OFFLOAD: [
+                *(ops.stash(plain, OFFLOAD), ops.stash(offload, OFFLOAD), ops.give(plain, OFFLOAD)),
+                *(ops.stash.coded(plain, 0), ops.give.coded(plain, 0)),
+            ],
         }
     for device, tensors in results.items():
         for tensor in tensors:

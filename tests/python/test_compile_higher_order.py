@@ -8,8 +8,10 @@ from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
 from helpers import COMPUTE, GPU, OFFLOAD, assert_same, at, data, grads
 from torch import nn
 from torch._higher_order_ops import associative_scan, map, scan, while_loop
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
+
+import torch_offload
 
 
 class Weights(nn.Module):
@@ -108,6 +110,21 @@ class ScannedWeights(Weights):
         return scan(step, x * 1, self.stack)[0]
 
 
+class ScannedWithBranches(Weights):
+    """What is made in the loop is made where the rows are, and so is what a branch in it makes."""
+
+    def forward(self, x):
+        def step(carried, row):
+            def more(row):
+                return self.first(row) + torch.full((8,), 0.5, device=x.device)
+
+            added = torch.cond(carried.sum() > 0, more, lambda row: self.second(row).cos(), (row,))
+            carried = (carried + added + torch.ones(8, device=row.device)).tanh()
+            return carried, carried * 2
+
+        return scan(step, torch.zeros(8, device=x.device), x)[1]
+
+
 class Accumulated(Weights):
     def forward(self, x):
         return associative_scan(lambda a, b: a * b + self.gate, x, 0, combine_mode="generic")
@@ -179,6 +196,55 @@ def test_training(kind, backend):
     assert_same(seen[1], seen[0])
 
 
+LOOPS = [Mapped, MappedWeights, Scanned, ScannedWeights, ScannedWithBranches]
+
+
+def with_each_input(kind, backend, training):
+    """What the model gives beside activations on the device, and of offload tensors alone: values, and gradients."""
+    torch.manual_seed(0)
+    plain = kind().to(COMPUTE)
+    model = copy.deepcopy(plain).to(OFFLOAD)
+    seen = []
+    for each, device in ((plain, COMPUTE), (model, OFFLOAD)):
+        torch.compiler.reset()
+        step = each if backend is None else compiled(each, backend)
+        x = data(4, 8).to(device).requires_grad_(training)
+        y = step(x)
+        assert y.device.type == device.type
+        if training:
+            y.square().sum().backward()
+            assert x.grad.device.type == device.type
+            assert any(g is not None and g.any() for g in grads(each).values())
+        seen.append((y, x.grad, {name: g for name, g in grads(each).items() if g is not None}))
+    return seen
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("kind", LOOPS, ids=lambda kind: kind.__name__)
+def test_loops_over_offload_tensors_alone(kind, backend, mode):
+    with mode():
+        expected, seen = with_each_input(kind, backend, False)
+    assert_same(seen, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    # Of the training of scans PyTorch compiles little, on any device.
+    [(kind, None) for kind in LOOPS] + [(kind, backend) for kind in (Mapped, MappedWeights) for backend in BACKENDS],
+)
+def test_loops_over_offload_tensors_alone_are_trained(kind, backend):
+    expected, seen = with_each_input(kind, backend, True)
+    assert_same(seen, expected)
+
+
+def test_loops_over_offload_tensors_run_on_the_host_where_that_is_asked_for():
+    model = Mapped().to(OFFLOAD)
+    x = data(4, 8).to(OFFLOAD)
+    with torch.no_grad(), torch_offload.on_host():
+        assert_same(model(x), copy.deepcopy(model).cpu()(x.cpu()))
+
+
 class Attention(nn.Module):
     """A table of biases by distance, and segments that don't see each other: both are what functions capture."""
 
@@ -214,6 +280,52 @@ def test_attention_with_a_score_function(kind, backend):
         assert_same(step(x), expected(x))
         for changed in (plain, model):
             changed.biases.copy_(changed.biases.cpu() * 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("kind", [Attention, LowerAttention], ids=lambda kind: kind.__name__)
+def test_attention_over_offload_tensors_alone(kind, backend):
+    torch.manual_seed(0)
+    plain = kind().to(COMPUTE)
+    model, x = copy.deepcopy(plain).to(OFFLOAD), data(1, 16, 32)
+    step, expected = (each if backend is None else compiled(each, backend) for each in (model, plain))
+    result = step(x.to(OFFLOAD))
+    assert result.device.type == "offload"
+    assert_same(result, expected(x))
+
+
+@torch.no_grad()
+def test_attention_with_some_operands_on_offload():
+    """They follow the others, whatever their places."""
+    query, key, value = (at("cpu", 1, 2, 16, 16, seed=seed).to(COMPUTE) for seed in range(3))
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, COMPUTE)
+    expected, aux = flex_attention(query, key, value, block_mask=mask, return_aux=AuxRequest(lse=True))
+    given = {"key": key.to(OFFLOAD), "value": value, "block_mask": mask.to(OFFLOAD), "return_aux": AuxRequest(lse=True)}
+    result, found = flex_attention(query, **given)
+    assert result.device.type == found.lse.device.type == COMPUTE.type
+    assert_same((result, found.lse), (expected, aux.lse))
+    given |= {"value": value.to(OFFLOAD)}
+    result, found = flex_attention(query.to(OFFLOAD), **given)
+    assert result.device.type == found.lse.device.type == "offload"
+    assert_same((result, found.lse), (expected, aux.lse))
+    with torch_offload.on_host():
+        on_host = flex_attention(query.to(OFFLOAD), **given)[0]
+    assert_same(on_host, flex_attention(query.cpu(), key.cpu(), value.cpu(), block_mask=mask.to("cpu")))
+
+
+@pytest.mark.skipif(not GPU, reason="PyTorch has no backward of it on the CPU")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_over_offload_tensors_is_trained(backend):
+    expected, seen = [], []
+    for device, found in ((COMPUTE, expected), (OFFLOAD, seen)):
+        torch.compiler.reset()
+        given = [at("cpu", 1, 2, 128, 16, seed=seed).to(device).requires_grad_() for seed in range(3)]
+        y = compiled(flex_attention, backend)(*given)
+        y.square().sum().backward()
+        assert all(value.grad.device.type == device.type for value in given)
+        found += [y.detach(), *(value.grad for value in given)]
+    assert_same(seen, expected)
 
 
 @torch.compiler.nested_compile_region

@@ -4,21 +4,29 @@ fetched first.
 What the functions capture is an operand too. PyTorch runs them below autograd, and there no kernel of ours stands above its
 fake tensors: they would compute on two devices. Fetched before, an operand is what the function's author assumed, as it is for
 an autograd Function; and it stays on the device until the operation is done, also where only one of two branches reads it.
+
+Of offload operands alone, loops over slices are taken whole, too, and what they give is stashed: inductor makes loops of its
+own of them, and PyTorch differentiates them with carries that it makes itself.
 """
 
+import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C import DispatchKey
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
-from torch_offload import _functions
-from torch_offload._wrappers import target_of
+from torch_offload import _C, _functions
+from torch_offload._wrappers import device_for, is_offload, target_of
+from torch_offload.compile import fakes
 
 # Not all torch versions have all of them.
 _NAMES = ["associative_scan", "cond", "flex_attention", "invoke_subgraph", "map_impl", "scan", "switch", "while_loop"]
+_LOOPS = ["map_impl", "scan"]
 
 
 def _check_is_read(op: torch._ops.HigherOrderOperator, value: torch.Tensor) -> None:
@@ -30,14 +38,38 @@ def _check_is_read(op: torch._ops.HigherOrderOperator, value: torch.Tensor) -> N
         )
 
 
+def _names_offload(value: Any) -> bool:
+    return isinstance(value, (torch.device, str)) and str(value).partition(":")[0] == "offload"
+
+
+def _on_device(function: Any, target: torch.device) -> Any:
+    """A function that was traced; where that makes tensors on offload, another one, which makes them on the device."""
+    graphs = [each.graph for each in function.modules()] if isinstance(function, fx.GraphModule) else []
+    leaves = (pytree.tree_leaves((node.args, node.kwargs)) for graph in graphs for node in graph.nodes)
+    if not any(map(_names_offload, itertools.chain.from_iterable(leaves))):
+        return function
+    copied = fx.GraphModule(function, copy.deepcopy(function.graph))
+    for node in copied.graph.nodes:
+        node.args, node.kwargs = pytree.tree_map(
+            lambda value: fakes.computing(target) if _names_offload(value) else value, (node.args, node.kwargs)
+        )
+    for name, child in function.named_children():
+        setattr(copied, name, _on_device(child, target))
+    copied.recompile()
+    return copied
+
+
 def _fetching(op: torch._ops.HigherOrderOperator) -> Callable[..., Any]:
     """The kernel for operands of which one is on offload."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         flat, spec = pytree.tree_flatten((args, kwargs))
-        target = target_of(flat)
+        target, home = target_of(flat), None
         if target is None:
-            return op.py_kernels[DispatchKey.Autograd](*args, **kwargs)
+            if op.name() not in _LOOPS or _C.HostScope.active():
+                return op.py_kernels[DispatchKey.Autograd](*args, **kwargs)
+            target, home = device_for(flat), next(value.device for value in flat if is_offload(value))
+            flat = [_on_device(value, target) for value in flat]
 
         def call(*fetched: Any) -> Any:
             args, kwargs = pytree.tree_unflatten(fetched, spec)
@@ -47,7 +79,10 @@ def _fetching(op: torch._ops.HigherOrderOperator) -> Callable[..., Any]:
                     _check_is_read(op, value)
             return results
 
-        return _functions.call_fetched(call, flat, target)
+        results = _functions.call_fetched(call, flat, target)
+        if home is None:
+            return results
+        return pytree.tree_map_only(torch.Tensor, lambda value: torch.ops.offload.stash(value, home), results)
 
     return kernel
 

@@ -36,18 +36,19 @@ from torch._inductor.compile_fx import get_static_input_idxs
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import ExternKernel, MultiOutput
+from torch._inductor.ir import ExternKernel, FallbackKernel, TensorBox, as_storage_and_layout
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.utils import GPU_ALIGN_BYTES, tensor_is_aligned
 from torch._inductor.virtualized import V
 
+from torch_offload.compile.fakes import code_of
 from torch_offload.compile.graphs import FETCH, GIVE, STASH, home_of
 from torch_offload.compile.on_device import OnDevice
 
 _OF_OTHERS = "torch_offload_memory_of_others"  # names of buffers, on the graph that is being lowered
 _CAPTURES = "torch_offload_captures_fetches"  # on a scheduler
-_FETCHES = (FETCH, torch.ops.offload.fetch.aligned)
+_CODED_FETCH = torch.ops.offload.fetch.coded
 
 
 class _NoKernels(CppScheduling):
@@ -59,9 +60,8 @@ class _NoKernels(CppScheduling):
 
 
 def _is_fetch(node: Any) -> bool:
-    """Of a node of the scheduler's: the call, or the node that stands for what it returns."""
-    call = node.node.inputs[0] if isinstance(node.node, MultiOutput) else node.node
-    return getattr(call, "op_overload", None) in _FETCHES
+    """Of a node of the scheduler's."""
+    return getattr(node.node, "op_overload", None) is _CODED_FETCH
 
 
 def _moving_inputs() -> set[str]:
@@ -128,10 +128,9 @@ def _override() -> None:
 
     @functools.wraps(cuts)
     def should_partition(self: Scheduler, node: Any) -> str | None:
-        reason = cuts(self, node)
-        if reason is not None and config.triton.cudagraphs and _is_fetch(node) and captures_fetches(self):
-            return None
-        return reason
+        if config.triton.cudagraphs and _is_fetch(node):
+            return None if captures_fetches(self) else "memory of the cache's"
+        return cuts(self, node)
 
     @functools.wraps(signatures_of)
     def get_graph_partition_signature(self: Scheduler, *args: Any, **kwargs: Any) -> list[Any]:
@@ -164,20 +163,31 @@ def _traced() -> torch.Tensor:
     return V.graph.current_node.args[0].meta["val"]
 
 
-def _lower() -> None:
-    aligned = torch.ops.offload.fetch.aligned
-    call_fetch, call_aligned, call_stash, call_give = (
-        fallback_handler(op, add_to_fallback_set=False) for op in (FETCH, aligned, STASH, GIVE)
-    )
+def _call(operation: Any, operand: Any, *numbers: int) -> Any:
+    """A call that generated code makes, whose result is as it was traced.
 
+    Inductor's `fallback_handler` evaluates the operation again to learn that. In 2.11 its call is a node on the operand's
+    device, for which the code of a graph leaves its own device and comes back, with a second node for the result. The C++ that
+    2.11 generates knows no other form.
+    """
+    if V.graph.cpp_wrapper:
+        return fallback_handler(operation, add_to_fallback_set=False)(operand, *numbers)
+    operand = FallbackKernel.realize_input(operand)
+    as_storage_and_layout(operand, freeze=True)
+    layout = FallbackKernel.tensor_to_layout(V.graph.current_node.meta["val"])
+    call = FallbackKernel(layout, operation, [operand], numbers, lambda tensors, others: ([*tensors, *others], {}))
+    call.outputs = [call]
+    return TensorBox.create(call)
+
+
+def _lower() -> None:
     @register_lowering(FETCH, type_promotion_kind=None)
     def fetch(self: Any, device: torch.device) -> Any:
-        if tensor_is_aligned(_traced()):
-            result = call_aligned(self, device, alignment=GPU_ALIGN_BYTES)
-            # Inductor takes it to be no better aligned than its operand, of which it knows nothing.
-            V.graph.unaligned_buffers.discard(result.get_name())
-        else:
-            result = call_fetch(self, device)
+        aligned = tensor_is_aligned(_traced())
+        result = _call(_CODED_FETCH, self, *code_of(device), GPU_ALIGN_BYTES if aligned else 1)
+        # Where inductor takes it to be as aligned as its operand: of that it knows nothing.
+        unaligned = V.graph.unaligned_buffers
+        (unaligned.discard if aligned else unaligned.add)(result.get_name())
         _never_reuse(result.get_name())
         return result
 
@@ -187,14 +197,14 @@ def _lower() -> None:
 
     @register_lowering(STASH, type_promotion_kind=None)
     def stash(self: Any, device: torch.device) -> Any:
-        return call_stash(as_traced(self), device)
+        return _call(torch.ops.offload.stash.coded, as_traced(self), device.index or 0)
 
     @register_lowering(GIVE, type_promotion_kind=None)
     def give(self: Any, device: torch.device) -> Any:
         value = as_traced(self)
         value.realize()
         _never_reuse(value.get_name())
-        return call_give(value, device)
+        return _call(torch.ops.offload.give.coded, value, device.index or 0)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_map
 
 from torch_offload import _C
+from torch_offload.compile.fakes import computing
 from torch_offload.compile.graphs import (
     FETCH,
     GIVE,
@@ -81,8 +82,7 @@ def _move(graph: fx.Graph, node: fx.Node) -> None:
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.device) and value.type == "offload":
-            # Where the CPU computes, its index stands for the cache, and nothing but a fetch knows of that.
-            return torch.device("cpu") if device.type == "cpu" else device
+            return computing(device)
         return call(graph, FETCH, value, device) if isinstance(value, fx.Node) and home_of(value) else value
 
     with graph.inserting_before(node):
