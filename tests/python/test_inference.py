@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import COMPUTE, HOST, OFFLOAD, assert_same, same
+from helpers import COMPUTE, HOST, OFFLOAD, assert_same, at, same
 from torch import nn
 
 
@@ -49,6 +49,54 @@ def test_tensors_made_in_inference_mode():
         assert v.is_inference()
         outside = x @ w  # reading is allowed
         return y, z, v, outside
+
+    same(run)
+
+
+class Adds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x + w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient.sum(0)
+
+
+USES = {
+    "linear": lambda x, m: m(x),
+    "without a bias": lambda x, m: nn.functional.linear(x, m.weight),
+    "mm": lambda x, m: x @ m.weight,
+    "add": lambda x, m: x + m.bias,
+    "conv": lambda x, m: nn.functional.conv1d(x[:, :, None], m.weight[:, :, None], m.bias),
+    "embedding": lambda x, m: nn.functional.embedding(x.argmax(1), m.weight),
+    "norm": lambda x, m: nn.functional.batch_norm(x, m.bias.detach(), m.bias.detach().abs(), m.bias),
+    "scaled": lambda x, m: m.weight * 2,
+    "sum": lambda x, m: m.weight.sum(),
+    "clone": lambda x, m: m.weight.clone().exp(),
+    "function": lambda x, m: Adds.apply(x, m.bias),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("x_grad", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_a_module_made_in_inference_mode_is_trained_outside(use, x_grad, autocast):
+    """Where PyTorch computes its gradients, there are the same; where it refuses, its error."""
+
+    def run(device):
+        with torch.inference_mode():
+            net = nn.Linear(4, 4).to(device)
+        x = at("cpu", 3, 4).to(COMPUTE).requires_grad_(x_grad)
+        said = result = None
+        try:
+            with torch.autocast(COMPUTE.type, torch.bfloat16, enabled=autocast):
+                result = USES[use](x, net)
+            if result.requires_grad:
+                result.float().square().sum().backward()
+        except RuntimeError as error:
+            said = str(error)
+        return said, result, result is not None and result.requires_grad, net.weight.grad, net.bias.grad, x.grad
 
     same(run)
 
