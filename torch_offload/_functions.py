@@ -243,25 +243,31 @@ def _source_of(value: Any) -> Any:
 
 def register() -> None:
     """Puts the fetch in front of every call of ``apply`` that functorch does not handle itself."""
-    # Where PyTorch's own `apply` is written in Python, it handles functorch first and then asks its base.
-    in_python = isinstance(function.Function.__dict__["apply"], classmethod)
-    base = function._SingleLevelFunction if in_python else function.Function
+    single, whole = function._SingleLevelFunction, function.Function
+    # Where PyTorch's own `apply` is written in Python it handles functorch first, and then asks its base. Elsewhere both
+    # classes have the same.
+    in_python = isinstance(whole.__dict__["apply"], classmethod)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        run = super(single, cls).apply
         if not any(map(is_offload, args)) or _is_left_alone(cls):
-            return super(base, cls).apply(*args, **kwargs)
+            return run(*args, **kwargs)
         _watch_gradients()
         # Of functorch's own classes the operands are wrapped, and what they do is fetched for further down.
-        target = target_of(args) if issubclass(cls, function.Function) else None
+        users = issubclass(cls, whole)
+        if users and not in_python and torch._C._are_functorch_transforms_active():
+            return run(*args, **kwargs)
+        target = target_of(args) if users else None
         if target is not None:
-            return call_fetched(super(base, cls).apply, args, target, **kwargs)
-        results = super(base, cls).apply(*args, **kwargs)
+            return call_fetched(run, args, target, **kwargs)
+        results = run(*args, **kwargs)
         _want_gradients_on(_tensors(results), _devices(args, None))
         return results
 
     # Dynamo takes it for PyTorch's own if it is said to be of that file. To compile `F.apply` is then to compile a call of it.
     apply.__code__ = apply.__code__.replace(co_filename=function.__file__)
-    base.apply = classmethod(apply)
+    for base in (single,) if in_python else (single, whole):
+        base.apply = classmethod(apply)
 
 
 def _bringing_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
