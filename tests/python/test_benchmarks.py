@@ -51,7 +51,7 @@ def figures(name: str, folder: Path, *options: str, **settings: str) -> dict[str
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--tiny", *options]
     environment = os.environ | {"OUT": str(folder)} | settings
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((folder / f"{name}.json").read_text())
