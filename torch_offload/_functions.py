@@ -244,8 +244,7 @@ def _source_of(value: Any) -> Any:
 def register() -> None:
     """Puts the fetch in front of every call of ``apply`` that functorch does not handle itself."""
     single, whole = function._SingleLevelFunction, function.Function
-    # Where PyTorch's own `apply` is written in Python it handles functorch first, and then asks its base. Elsewhere both
-    # classes have the same.
+    # Where PyTorch's own `apply` is written in Python it handles functorch first, and then asks its base.
     in_python = isinstance(whole.__dict__["apply"], classmethod)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +254,7 @@ def register() -> None:
         _watch_gradients()
         # Of functorch's own classes the operands are wrapped, and what they do is fetched for further down.
         users = issubclass(cls, whole)
-        if users and not in_python and torch._C._are_functorch_transforms_active():
+        if users and torch._C._are_functorch_transforms_active():
             return run(*args, **kwargs)
         target = target_of(args) if users else None
         if target is not None:
