@@ -33,6 +33,8 @@ py-test: build ## Run the Python tests, with PYTEST_ARGS
 	$(venv)/bin/pytest $(PYTEST_ARGS)
 
 no_cuda := build/no-cuda-$(TORCH)
+# The virtual environment's cmake, as for the build with CUDA: equal commands, of which ccache knows the results.
+no-cuda: export PATH := $(abspath $(venv))/bin:$(PATH)
 no-cuda: bootstrap ## Build the package without CUDA, and run a few tests with it
 	cmake -S . -B $(no_cuda) -G Ninja --log-level=WARNING -DOFFLOAD_TORCH=ON -DOFFLOAD_CUDA=OFF \
 	  -DOFFLOAD_WERROR=$(OFFLOAD_WERROR) -DPython_EXECUTABLE=$(abspath $(venv))/bin/python

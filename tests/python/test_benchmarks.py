@@ -12,6 +12,8 @@ import pytest
 import torch
 from helpers import GPU
 
+pytestmark = pytest.mark.once
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = [
     "activations",

@@ -208,6 +208,7 @@ LINK = 'offload: TORCH_OFFLOAD_LINK="nonsense" names no link; choose auto, cuda,
         ("TORCH_OFFLOAD_COPY_DELAY_US", "1000000", "no error"),
     ],
 )
+@pytest.mark.once
 def test_bad_settings(name, value, sentence):
     settings = {"TORCH_OFFLOAD_LINK": "sim", name: value}
     done = python(

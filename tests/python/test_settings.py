@@ -10,6 +10,8 @@ from helpers import GPU, HOST, OFFLOAD, passes, python
 
 import torch_offload
 
+pytestmark = pytest.mark.once
+
 USE = """
     import torch, torch_offload
     print(torch.ones(64, 64, device="offload").sum().item())

@@ -54,37 +54,40 @@ EVERYTHING = [
     "test_scopes.py",
     "test_flops.py",
 ]
-# Of the tests that start processes or compile, those that a cache could get wrong.
-SHARING = ["writes_between_forwards", "writes_of_a_child", "writes_of_a_child_into_a_result", "results_of_a_child"]
-REST = [
+# What takes the place of PyTorch's own: kernels, compilers, subclasses, generators.
+REPLACED = [
     "test_bitsandbytes.py",
     "test_compile_dynamic.py",
     "test_compile_optimizers.py",
     "test_composites.py",
-    "test_file_backed.py",
     "test_gpu_steps.py",
-    "test_host_jobs.py",
     "test_host_updates.py",
+    "test_jiterator.py",
     "test_layouts.py",
     "test_library.py",
+    "test_optimizer_steps.py",
+    "test_quantized.py",
+    "test_random_numbers.py",
+    "test_saved_compiled.py",
+    "test_torchao.py",
+    "test_triton_launch.py",
+    "test_compile_memory.py::test_a_graph_holds_a_few_weights_at_a_time",
+]
+# Files, records and other processes; of the tests that start some, those that a cache could get wrong.
+SHARING = ["writes_between_forwards", "writes_of_a_child", "writes_of_a_child_into_a_result", "results_of_a_child"]
+OUTSIDE = [
+    "test_file_backed.py",
+    "test_host_jobs.py",
     "test_load.py",
     "test_load_errors.py",
     "test_load_torch.py",
     "test_load_torch_errors.py",
     "test_memory_snapshot.py",
-    "test_optimizer_steps.py",
     "test_pickle.py",
     "test_purposes.py",
-    "test_quantized.py",
-    "test_torchao.py",
-    "test_random_numbers.py",
-    "test_saved_compiled.py",
     "test_trace.py",
-    "test_jiterator.py",
-    "test_triton_launch.py",
     *[f"test_sharing.py::test_spawned[{scenario}]" for scenario in SHARING],
     "test_sharing.py::test_fork_beside_a_device",
-    "test_compile_memory.py::test_a_graph_holds_a_few_weights_at_a_time",
 ]
 # What needs a cache, and orders and budgets under which most of it happens.
 CACHE = ["test_budget.py", "test_changing_order.py", "test_long_runs.py", "test_settings.py"]
@@ -106,7 +109,8 @@ RUNS = {
     "budgets and orders": (CACHE, {"TORCH_OFFLOAD_SEED": "9", **VALIDATE}),
     "late copies": (AUTOGRAD, {"TORCH_OFFLOAD_SEED": "10", "TORCH_OFFLOAD_COPY_DELAY_US": "100", **VALIDATE}),
     "everything": (EVERYTHING, {"TORCH_OFFLOAD_SEED": "1", "TORCH_OFFLOAD_POISON": "1"}),
-    "the rest": (REST, {"TORCH_OFFLOAD_SEED": "12", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
+    "what is replaced": (REPLACED, {"TORCH_OFFLOAD_SEED": "12", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
+    "files and processes": (OUTSIDE, {"TORCH_OFFLOAD_SEED": "15", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
     "evict at once": (
         [*ORDER, "test_optim.py"],
         {
@@ -169,8 +173,8 @@ RUNS = {
     "a fourth order": (ORDER, {"TORCH_OFFLOAD_SEED": "6", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_BUDGET": "0"}),
     "a seed from outside": (ORDER, {"TORCH_OFFLOAD_SEED": os.environ.get("TORCH_OFFLOAD_SEED", "7")}),
 }
-# Of these more than the schedule and the sizes of the cache does not change.
-ORDERS = {"another order", "a third order", "a fourth order", "nothing ahead", "a seed from outside"}
+# The others repeat these under other schedules, sizes and faults of the cache, which know nothing of torch.
+EACH_TORCH = {"everything", "what is replaced", "two devices"}
 
 # The same files on a GPU, where copies can be late and free memory can be poisoned as well.
 GPU_RUNS = {
@@ -208,7 +212,7 @@ def run_suite(files: list[str], settings: dict[str, str]) -> None:
 
 @pytest.mark.skipif(GPU, reason="runs from a process without a GPU")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.orders] if name in ORDERS else []) for name in RUNS]
+    "name", [pytest.param(name, marks=[] if name in EACH_TORCH else [pytest.mark.once]) for name in RUNS]
 )
 def test_on_the_simulated_link(name):
     files, settings = RUNS[name]
