@@ -39,14 +39,12 @@ def test_spawned(scenario):
     run(scenario, "spawn")
 
 
-@pytest.mark.once
 @pytest.mark.skipif(CACHED, reason="there is a device that does not survive a fork")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_forked(scenario):
     run(scenario, "fork")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("scenario", ["writes_between_forwards", "aliases"])
 def test_from_a_fork_server(scenario):
     run(scenario, "forkserver")

@@ -173,8 +173,15 @@ RUNS = {
     "a fourth order": (ORDER, {"TORCH_OFFLOAD_SEED": "6", "TORCH_OFFLOAD_POISON": "1", "TORCH_OFFLOAD_BUDGET": "0"}),
     "a seed from outside": (ORDER, {"TORCH_OFFLOAD_SEED": os.environ.get("TORCH_OFFLOAD_SEED", "7")}),
 }
-# The others repeat these under other schedules, sizes and faults of the cache, which know nothing of torch.
-EACH_TORCH = {"everything", "what is replaced", "two devices"}
+# The others repeat what these run, and most of what they vary is core's affair.
+EACH_TORCH = {
+    "everything",
+    "what is replaced",
+    "files and processes",
+    "budgets and orders",
+    "evict at once",
+    "two devices",
+}
 
 # The same files on a GPU, where copies can be late and free memory can be poisoned as well.
 GPU_RUNS = {
