@@ -123,8 +123,9 @@ def stats(device: _Device = None) -> dict[str, Any]:
     Returns:
         ``fetches`` of operations and those of them that were ``hits``; ``evictions``; copies made ahead of a fetch,
         ``prefetches``, and those in vain, ``prefetches_wasted``; ``bytes_to_device``, ``bytes_to_host`` and the
-        ``copies_to_device`` and ``copies_to_host`` that these travelled in; ``updates`` in the cache, parameters that
-        :func:`set_gpu_steps` had stepped there. Of all devices: ``host_waits``, how often threads
+        ``copies_to_device`` and ``copies_to_host`` that these travelled in; ``reads_in_place``, lookups of a table's rows that
+        the GPU read where they are, on the host, and ``bytes_read_in_place``, which are in none of the others; ``updates`` in
+        the cache, parameters that :func:`set_gpu_steps` had stepped there. Of all devices: ``host_waits``, how often threads
         waited for copies and for files, and ``host_wait_seconds``; ``host_fallbacks``, how often an operation on offload
         tensors alone had no CUDA kernel and ran on the host, by its name; ``excess_bytes``, by name what operations had
         fetched beyond the elements of operands that lie apart, where that was 16 MiB or more.

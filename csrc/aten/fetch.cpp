@@ -1,6 +1,7 @@
 #include "aten/fetch.h"
 
 #include "aten/autocast_copies.h"
+#include "aten/lookup.h"
 #include "aten/needless_work.h"
 #include "aten/refusals.h"
 #include "compat/released_storage.h"
@@ -20,17 +21,20 @@ struct FetchedMemory {
   std::mutex mutex{}; // of the Pin's streams
 };
 
-struct AliasedMemory {
+/// Host memory of a tensor that is not on offload.
+template <class Lease>
+struct LeasedMemory {
+  static void remove(void* memory) {
+    delete static_cast<LeasedMemory*>(memory);
+  }
   c10::DataPtr block; // outlives its lease
-  HostLease lease;
+  Lease lease;
 };
+using AliasedMemory = LeasedMemory<HostLease>;
+using MemoryInPlace = LeasedMemory<DeviceLease>;
 
 void deleteFetched(void* memory) {
   delete static_cast<FetchedMemory*>(memory);
-}
-
-void deleteAliased(void* memory) {
-  delete static_cast<AliasedMemory*>(memory);
 }
 
 c10::DataPtr fetchBytes(Block& block, const Extent& extent, c10::Device target) {
@@ -65,7 +69,7 @@ at::Tensor fetchAlias(const at::Tensor& offload) {
   existingExtentOf(offload);
   const auto& source = offload.storage();
   auto* memory = new AliasedMemory{};
-  c10::DataPtr data(const_cast<void*>(source.data()), memory, &deleteAliased, c10::Device(c10::kCPU));
+  c10::DataPtr data(const_cast<void*>(source.data()), memory, &AliasedMemory::remove, c10::Device(c10::kCPU));
   if (source.nbytes() > 0) {
     Block& block = blockOf(source);
     memory->block = Context::retain(block);
@@ -122,7 +126,10 @@ c10::Device pairedDevice(c10::DeviceIndex index) {
   }
 }
 
-at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
+namespace {
+
+// What a fetch asks first; the target by its full name.
+c10::Device checkedTarget(const at::Tensor& offload, c10::Device target) {
   const Backend backend = Context::get().backend();
   if (target.is_cpu() && backend != Backend::Sim) target = c10::Device(c10::kCPU); // no cache by that name
   if (target == c10::Device(c10::kCUDA) && backend == Backend::Cuda)
@@ -130,22 +137,69 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   checkTarget(target);
   checkDense(offload);
   claimLeaf(offload);
-  // What autograd may not save of the source it may not save of the fetched tensor.
-  std::optional<c10::InferenceMode> inference;
-  if (offload.is_inference() && !c10::InferenceMode::is_enabled()) inference.emplace(true);
+  return target;
+}
+
+// A tensor over bytes of an extent, from its aligned beginning on.
+at::Tensor tensorOf(c10::DataPtr data, Extent extent, c10::Device target, const at::Tensor& offload) {
+  const auto item = static_cast<std::size_t>(offload.element_size());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), extent.bytes(), std::move(data), nullptr, false);
+  const auto shift = offload.numel() == 0 ? 0 : offload.storage_offset() - static_cast<std::int64_t>(extent.begin / item);
+  return tensorOver(std::move(storage), target.type(), offload, shift);
+}
+
+// What autograd may not save of the source it may not save of the tensors that are made while this lives.
+class ModeOf {
+ public:
+  explicit ModeOf(const at::Tensor& offload) {
+    if (offload.is_inference() && !c10::InferenceMode::is_enabled()) inference_.emplace(true);
+  }
+
+ private:
+  std::optional<c10::InferenceMode> inference_;
+};
+
+} // namespace
+
+at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
+  target = checkedTarget(offload, target);
+  const ModeOf mode(offload);
   at::Tensor result;
   if (isCached(target)) {
     const Extent extent = existingExtentOf(offload).aligned();
     countExcess(offload, extent.bytes());
-    const auto item = static_cast<std::size_t>(offload.element_size());
-    c10::Storage storage(c10::Storage::use_byte_size_t(), extent.bytes(), fetchBytes(offload, extent, target), nullptr, false);
-    const auto shift = offload.numel() == 0 ? 0 : offload.storage_offset() - static_cast<std::int64_t>(extent.begin / item);
-    result = tensorOver(std::move(storage), target.type(), offload, shift);
+    result = tensorOf(fetchBytes(offload, extent, target), extent, target, offload);
   } else {
     result = fetchAlias(offload);
   }
   shareVersionCounter(offload, result);
   return result;
+}
+
+at::Tensor readInPlace(const at::Tensor& offload, c10::Device target, std::size_t reads) {
+  const Extent extent = existingExtentOf(offload).aligned();
+  if (extent.bytes() == 0 || !isReadInPlace(extent.bytes(), reads, target)) return {};
+  target = checkedTarget(offload, target);
+  Context& context = Context::get();
+  auto memory = std::make_unique<MemoryInPlace>();
+  Block& block = blockOf(offload.storage());
+  memory->block = Context::retain(block);
+  memory->lease = context.residency().leaseToDevice(block, extent, context.currentStream(target.index()), reads);
+  if (!memory->lease) return {};
+  const ModeOf mode(offload);
+  auto* const begin = const_cast<void*>(memory->lease.data());
+  const c10::Device device = target.is_cpu() ? c10::Device(c10::kCPU) : target;
+  auto result = tensorOf({begin, memory.release(), &MemoryInPlace::remove, device}, extent, target, offload);
+  shareVersionCounter(offload, result);
+  return result;
+}
+
+void endInPlace(const at::Tensor& table) {
+  compat::releaseMemory(
+      *table.storage().unsafeGetStorageImpl(),
+      "offload: this tensor was the host bytes of an offload operand, for one operation that has looked up some of them, and "
+      "has no "
+      "memory since; read the operand itself.");
 }
 
 namespace {
@@ -221,7 +275,7 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Devic
 bool isFetched(const at::Tensor& tensor) {
   if (!tensor.has_storage()) return false;
   const auto deleter = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter();
-  return deleter == &deleteFetched || deleter == &deleteAliased;
+  return deleter == &deleteFetched || deleter == &AliasedMemory::remove || deleter == &MemoryInPlace::remove;
 }
 
 at::Tensor takeBack(const at::Tensor& fetched) {

@@ -11,6 +11,11 @@ namespace offload {
 /// cache's alone; a tensor that was fetched there is on `cpu`.
 at::Tensor fetchTo(const at::Tensor& offload, c10::Device target);
 
+/// The host bytes themselves as memory of a device, of which an operation that is enqueued next reads so many: Note [Lookups]. To be
+/// given up right after. Undefined where a fetch is due.
+at::Tensor readInPlace(const at::Tensor& offload, c10::Device target, std::size_t reads);
+void endInPlace(const at::Tensor& table);
+
 /// Whether a fetch to this target goes through the cache.
 bool isCached(c10::Device target);
 

@@ -1,5 +1,6 @@
 #include "aten/op_traits.h"
 
+#include "aten/lookup.h"
 #include "aten/tensors.h"
 
 #include <ATen/autocast_mode.h>
@@ -321,8 +322,10 @@ bool isTakenWhole(const c10::OperatorHandle& op) {
 OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns().size()) {
   const auto& schema = op.schema();
   bool writes = false;
+  looksUp = isLookup(schema);
   for (const auto& argument : schema.arguments()) {
     ArgumentTraits traits;
+    traits.table = looksUp && arguments.empty();
     traits.kind = kindOf(argument);
     traits.written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     traits.out = traits.written && argument.kwarg_only();

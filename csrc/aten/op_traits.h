@@ -18,6 +18,7 @@ struct ArgumentTraits {
   bool written = false; // by the schema
   bool out = false; // `out=`: may be resized
   bool hidden = false; // written though the schema doesn't say so: batch norm's running statistics
+  bool table = false; // of an operation that looks up
   bool sizes = false; // of packed sequences: on the CPU wherever the values are
 };
 
@@ -38,6 +39,7 @@ struct OpTraits {
   bool composite = false; // made of operations that are intercepted too
   bool decomposes = false; // of offload operands alone its parts give what the device gives
   bool convertsDevice = false; // its Device argument says where the result lives
+  bool looksUp = false; // reads rows of its first operand: Note [Lookups]
   bool countsFromStorage = false; // its offset is one into the operand's storage, of which it may read all
   int trainingArgument = -1; // a bool that says whether hidden writes happen
   bool updatesStatistics = false; // or, without one, they always do

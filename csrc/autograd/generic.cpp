@@ -8,6 +8,7 @@
 
 #include "aten/fetch.h"
 #include "aten/host_kernel.h"
+#include "aten/lookup.h"
 #include "aten/needless_work.h"
 #include "aten/op_traits.h"
 #include "aten/refusals.h"
@@ -109,6 +110,14 @@ at::Tensor ownOf(const at::Tensor& result) {
   return isFetched(result) ? result.clone() : result;
 }
 
+// A table that is read where it is, for one operation.
+struct InPlace {
+  ~InPlace() {
+    if (table.defined()) endInPlace(table);
+  }
+  at::Tensor table;
+};
+
 // `lower` is the dtype that autocast casts to.
 void callFetched(
     const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack,
@@ -118,6 +127,9 @@ void callFetched(
   ReleaseRefill watch(placement.compute);
   std::vector<Written> writes;
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> fetched;
+  const bool looksUp = traits.looksUp && isCached(placement.compute) && !tracing();
+  const auto reads = looksUp ? bytesLookedUp(traits, stack) : std::nullopt;
+  InPlace inPlace;
   replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& argument) -> at::Tensor {
     if (!isOffload(tensor)) return tensor.is_cuda() && !placement.compute.is_cuda() ? tensor.cpu() : at::Tensor();
     if (traits.countsFromStorage && !argument.written && tensor.has_storage() && !tracing())
@@ -125,13 +137,15 @@ void callFetched(
     const bool written = argument.written || (argument.hidden && hiddenWrites);
     const auto again = std::ranges::find_if(writes, [&](const Written& one) { return one.source.is_same(tensor); });
     if (written && again != writes.end()) return again->work; // a list may name one twice
+    if (argument.table && reads && (inPlace.table = lookUp(tensor, placement.compute, *reads)).defined()) return inPlace.table;
     const bool lowered = lower && !argument.written && needsLowering(tensor, *lower);
     auto value = lowered ? fetchLowered(tensor, placement.compute, *lower) : fetch(tensor, placement.compute);
     if (written) {
       writes.push_back({tensor, workFor(value), argument});
       return writes.back().work;
     }
-    if (!value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);
+    const bool saved = !(argument.table && reads);
+    if (saved && !value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);
     if (!lowered) fetched.emplace_back(tensor, value);
     return value;
   });

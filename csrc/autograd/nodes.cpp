@@ -157,12 +157,7 @@ at::Tensor fetchPlain(const at::Tensor& self, c10::Device target) {
   return result;
 }
 
-at::Tensor fetchAutograd(const at::Tensor& self, c10::Device target) {
-  at::Tensor result;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    result = callFetch(self, target);
-  }
+void connect(const at::Tensor& self, const at::Tensor& result, c10::Device target) {
   if (needsNode(self)) {
     recordFetch(self, result, target);
   } else if (self.requires_grad()) {
@@ -172,6 +167,15 @@ at::Tensor fetchAutograd(const at::Tensor& self, c10::Device target) {
   if (const at::Tensor& tangent = self._fw_grad(0); tangent.defined()) {
     result._set_fw_grad(fetch(tangent, target), 0, false);
   }
+}
+
+at::Tensor fetchAutograd(const at::Tensor& self, c10::Device target) {
+  at::Tensor result;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    result = callFetch(self, target);
+  }
+  connect(self, result, target);
   return result;
 }
 
@@ -253,6 +257,19 @@ at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
 
 at::Tensor fetch(const at::Tensor& offload, c10::Device target) {
   return callFetch(offload, target);
+}
+
+at::Tensor lookUp(const at::Tensor& offload, c10::Device target, std::size_t reads) {
+  // While functorch transforms, levels are its affair.
+  if (tracing() || c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return {};
+  at::Tensor result;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    result = readInPlace(offload, target, reads);
+  }
+  const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality);
+  if (result.defined() && aboveAutograd) connect(offload, result, target);
+  return result;
 }
 
 void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Device target) {

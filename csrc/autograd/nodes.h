@@ -8,6 +8,9 @@ namespace offload {
 /// An offload tensor on a target of fetchTo(), differentiable.
 at::Tensor fetch(const at::Tensor& offload, c10::Device target);
 
+/// The same for an operation that reads so many bytes of it: see readInPlace(). Undefined where a fetch is due.
+at::Tensor lookUp(const at::Tensor& offload, c10::Device target, std::size_t reads);
+
 /// Makes a tensor without history, which has the value of an offload tensor on a target of fetchTo(), in its dtype or in another one,
 /// differentiable as a fetch is.
 void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Device target);

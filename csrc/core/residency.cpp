@@ -411,6 +411,12 @@ void Residency::drain(bool close) {
   for (auto& dev : devices_) {
     try {
       dev->transfer.drain();
+      std::vector<Token> readers;
+      {
+        Lock lock(mutex_);
+        readers = dev->readers.take();
+      }
+      for (const Token& token : readers) token.wait();
     } catch (...) {
       failure = std::current_exception();
     }

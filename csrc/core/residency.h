@@ -5,6 +5,7 @@
 //   copy to a Slot   after copies into the host bytes          (Block::writers)
 //   copy home        after its producer, and after copies out of and into the host bytes
 //   kernel           after the copy into its Slot               (Slot::ready, on the kernel's own stream)
+//   that reads the host's bytes  after copies into them         (Block::writers, on its stream; then it is one of Block::readers)
 //   change of a Slot after that, and after the Slot's readers   (updateThere, on the stream of the change, which is `ready` then)
 //   reuse of memory  after the Slot's readers                   (Slot::readers, on the memory's home stream)
 //   host access      after Block::writers, to write also after Block::readers (HostLease)
@@ -33,6 +34,7 @@
 
 #include "core/audit.h"
 #include "core/captured_fetches.h"
+#include "core/device_lease.h"
 #include "core/host_jobs.h"
 #include "core/host_lease.h"
 #include "core/observer.h"
@@ -149,6 +151,10 @@ class Residency {
   /// first write to bytes of a file.
   HostLease lease(Block& block, Access access);
 
+  /// See DeviceLease; `reads` bytes of the extent will be read, for statistics. An empty one where a fetch is due: where the newest bytes
+  /// are on a device, the memory is not page-locked, the device can't read it, or the stream is being captured.
+  DeviceLease leaseToDevice(Block& block, Extent extent, Stream stream, std::size_t reads);
+
   struct Claim {
     Block* block;
     Access access;
@@ -197,8 +203,8 @@ class Residency {
   /// does not say how much it wants. Called now and then it gives `most`; called in every pass it gives `usual`, and an automatic budget
   /// leaves that much free from then on, and no more than `kept`, while it is called.
   std::size_t relieve(int device, std::size_t free, std::size_t usual, std::size_t most, std::size_t kept = SIZE_MAX) noexcept;
-  /// Waits for every copy of this Residency; afterwards, with `close`, Pins are let go without touching the device. Throws what
-  /// no other call has told yet of copies that have failed meanwhile.
+  /// Waits for every copy of this Residency, and for all that has read host bytes by lease; afterwards, with `close`, Pins are let go
+  /// without touching the device. Throws what no other call has told yet of copies that have failed meanwhile.
   void drain(bool close);
 
   void setRingBytes(std::size_t bytes);
@@ -221,6 +227,7 @@ class Residency {
  private:
   friend class Pin;
   friend class HostLease;
+  friend class DeviceLease;
   using Lock = std::unique_lock<std::mutex>;
 
   struct Device {
@@ -251,6 +258,7 @@ class Residency {
     std::uint64_t followed = 0; // the number of the last fetch that `steady` has been told of
     int steady = 0; // how well the order could be foretold of late
     Token lastCopy; // of the last copy to the device
+    TokenSet readers; // of host bytes, by lease
     std::shared_ptr<Staging> staging; // from the first capture of a graph on, as is the next
     std::shared_ptr<HeldCopies> held;
   };
@@ -322,6 +330,7 @@ class Residency {
   void unpin(const std::shared_ptr<Slot>& slot, const StreamSet& streams) noexcept;
   void recordUses(const std::shared_ptr<Slot>& slot, const StreamSet& streams, Slots& retired) noexcept;
   void endLease(Block& block, Access access) noexcept;
+  void endDeviceLease(Block& block, Extent extent, Stream stream) noexcept;
   void limitJobs(const std::vector<Claim>& claims);
   bool claim(const std::vector<Claim>& claims, HostJobs::Job& job, std::vector<Token>& after);
   Pin pinNewest(Device& device, Block& block, Extent extent, const StreamSet& streams);

@@ -18,6 +18,8 @@ struct ResidencyStats {
   std::uint64_t hits = 0;
   std::uint64_t evictions = 0;
   std::uint64_t updates = 0; // pieces of work that changed Blocks in the cache
+  std::uint64_t readsInPlace = 0; // by the device, of host bytes where they are
+  std::uint64_t bytesReadInPlace = 0;
   std::uint64_t prefetches = 0; // copies that were made ahead of a fetch
   std::uint64_t prefetchesWasted = 0; // and given up before one
   std::size_t slotBytes = 0; // device bytes of Slots now

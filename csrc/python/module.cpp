@@ -93,6 +93,7 @@ py::dict statistics(int index) {
   result["cache.fetches"] = slots.fetches;
   result["cache.hits"] = slots.hits;
   result["cache.evictions"] = slots.evictions;
+  result["cache.reads_in_place"] = slots.readsInPlace;
   result["cache.prefetches"] = slots.prefetches;
   result["cache.updates"] = slots.updates;
   result["cache.prefetches_wasted"] = slots.prefetchesWasted;
@@ -104,6 +105,7 @@ py::dict statistics(int index) {
   result["host.ring_bytes.current"] = rings;
   result["link.bytes_to_device"] = link.bytesToDevice;
   result["link.bytes_to_host"] = link.bytesToHost;
+  result["link.bytes_read_in_place"] = slots.bytesReadInPlace;
   result["link.copies_to_device"] = link.copiesToDevice;
   result["link.copies_to_host"] = link.copiesToHost;
   const HostJobStats jobs = cache ? now->residency().hostJobStats() : HostJobStats{};

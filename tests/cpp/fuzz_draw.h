@@ -19,8 +19,10 @@ inline std::string_view Program::draw(SimRandom& random) const {
   switch (random.below(32)) {
     case 0 ... 7:
       return "fetch";
-    case 8 ... 11:
+    case 8 ... 10:
       return "read";
+    case 11:
+      return "readInPlace";
     case 12 ... 15:
       return "drop";
     case 16 ... 17:

@@ -24,6 +24,25 @@ inline void Program::writeHost(Model& to, Range part) {
   writeUnder(to, part);
 }
 
+/// A kernel reads host bytes where they are.
+inline void Program::readInPlace() {
+  Model& from = model();
+  if (from.beingWritten()) return;
+  const Range part = range(from);
+  const Stream on = stream();
+  const DeviceLease lease = rig_.cache.leaseToDevice(*from.block, {part.begin, part.begin + part.bytes}, on, part.bytes);
+  if (!lease) return;
+  auto expected = std::make_shared<std::optional<Bytes>>();
+  if (from.known) *expected = from.at(part);
+  if (from.other) from.copying.push_back(expected);
+  auto body = [this, data = lease.data(), expected] {
+    const auto& bytes = *expected;
+    check(!bytes || std::memcmp(data, bytes->data(), bytes->size()) == 0, "a kernel read other host bytes");
+  };
+  rig_.sim.launch(on, std::move(body), {{lease.data(), part.bytes}}, {});
+  ++readInPlace_;
+}
+
 inline void Program::hostRead() {
   Model& from = model();
   if (from.lease) return readHost(from, range(from));

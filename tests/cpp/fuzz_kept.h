@@ -78,6 +78,12 @@ fetch block=1
 forget block=1
 trim fails=1
 )"},
+    {"whoever waited for all copies did not wait for kernels that read host bytes in place", Kind::Any, 73, R"(
+system chunk=4 deviceBytes=1 noBudget=1 ringBytes=2 secondDevice=1
+addBlock bytes=78
+readInPlace begin=74 more=2 stream=1
+changeBehindItsBack whole=1
+)"},
 };
 
 } // namespace offload::core_test

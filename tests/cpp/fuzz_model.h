@@ -19,12 +19,14 @@ struct Done {
   std::size_t updates = 0;
   std::size_t changedInPlace = 0;
   std::size_t takenBack = 0;
+  std::size_t readInPlace = 0;
   void add(const Done& more) {
     batches += more.batches;
     writesOfOthers += more.writesOfOthers;
     updates += more.updates;
     changedInPlace += more.changedInPlace;
     takenBack += more.takenBack;
+    readInPlace += more.readInPlace;
   }
 };
 

@@ -47,7 +47,7 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   Done done() const {
-    return {rig_.link.batches.size(), writesOfOthers_, updatesDone_, changedInPlace_, takenBack_};
+    return {rig_.link.batches.size(), writesOfOthers_, updatesDone_, changedInPlace_, takenBack_, readInPlace_};
   }
 
   /// As text, where the choices are written down.
@@ -111,6 +111,7 @@ class Program {
         {"hostWrite", &Program::hostWrite},
         {"meet", &Program::meet},
         {"read", &Program::read},
+        {"readInPlace", &Program::readInPlace},
         {"save", &Program::save},
         {"setRing", &Program::setRing},
         {"store", &Program::store},
@@ -394,6 +395,7 @@ class Program {
   /// Under a lease, or before anybody else knows of the Block.
   void writeUnder(Model& to, Range part);
   void writeHost(Model& to, Range part);
+  void readInPlace();
   void hostRead();
   void hostWrite();
   void writeLater();
@@ -478,6 +480,7 @@ class Program {
   std::size_t updatesDone_ = 0;
   std::size_t changedInPlace_ = 0;
   std::size_t takenBack_ = 0;
+  std::size_t readInPlace_ = 0;
 };
 
 } // namespace offload::core_test

@@ -128,6 +128,7 @@ TEST(Fuzz, BytesAndOrder) {
   const Done done = runSeeds(Kind::Any);
   EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || done.changedInPlace > kDefaultSeeds / 10) << done.changedInPlace;
   EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || done.takenBack > kDefaultSeeds / 100) << done.takenBack;
+  EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || done.readInPlace > kDefaultSeeds / 10) << done.readInPlace;
 }
 
 TEST(Fuzz, AFailingLinkLosesNothing) {

@@ -25,6 +25,7 @@ NAMES = [
     "forward",
     "graphs",
     "load",
+    "lookup",
     "memory",
     "optimizer",
     "overhead",

@@ -65,6 +65,7 @@ REPLACED = [
     "test_jiterator.py",
     "test_layouts.py",
     "test_library.py",
+    "test_lookups.py",
     "test_optimizer_steps.py",
     "test_quantized.py",
     "test_random_numbers.py",

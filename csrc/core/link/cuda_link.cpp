@@ -213,6 +213,14 @@ class CudaLink final : public Link {
     return true;
   }
 
+  bool readsHostMemory(int device) override {
+    int reads = 0;
+    if (cudaDeviceGetAttribute(&reads, cudaDevAttrCanUseHostPointerForRegisteredMem, device) != cudaSuccess) {
+      (void)cudaGetLastError();
+    }
+    return reads != 0;
+  }
+
   void* allocate(std::size_t bytes, Stream stream) override {
     RelaxedCapture relaxed;
     return memory_->allocate(bytes, stream);

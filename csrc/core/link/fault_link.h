@@ -63,6 +63,9 @@ class FaultLink : public Link {
   bool wantsRegistration() const override {
     return true;
   }
+  bool readsHostMemory(int device) override {
+    return link_.readsHostMemory(device);
+  }
   void* allocate(std::size_t bytes, Stream stream) override;
   void free(void* device, Stream stream) noexcept override;
   MemoryInfo memoryInfo(int device) override {
@@ -71,6 +74,9 @@ class FaultLink : public Link {
   std::uint64_t captureOf(Stream stream) override;
   void hostAccess(const void* host, std::size_t bytes, Access access) override {
     link_.hostAccess(host, bytes, access);
+  }
+  void deviceAccess(const void* host, std::size_t bytes, Access access, Stream stream) noexcept override {
+    link_.deviceAccess(host, bytes, access, stream);
   }
 
  private:

@@ -107,6 +107,9 @@ class Link {
   /// Whether host memory is worth registering at all (not in the simulation, unless it is asked to play that).
   virtual bool wantsRegistration() const = 0;
 
+  /// Whether kernels of a device can read page-locked host memory by its address on the host.
+  virtual bool readsHostMemory(int device) = 0;
+
   /// Device memory whose next use must be on `stream`, or ordered after what is enqueued there now. Aligned to 256 bytes.
   /// Throws OutOfMemory.
   virtual void* allocate(std::size_t bytes, Stream stream) = 0;
@@ -123,6 +126,8 @@ class Link {
   }
   /// Tells the simulation that the host reads or writes these bytes now; hardware has no use for it.
   virtual void hostAccess(const void* /*host*/, std::size_t /*bytes*/, Access /*access*/) {}
+  /// The same of a kernel that has been enqueued on `stream` just now.
+  virtual void deviceAccess(const void* /*host*/, std::size_t /*bytes*/, Access /*access*/, Stream /*stream*/) noexcept {}
 };
 
 } // namespace offload

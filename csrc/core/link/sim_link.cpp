@@ -255,6 +255,12 @@ void SimLink::hostAccess(const void* host, std::size_t bytes, Access access) {
   checks_.admit(races_.act(hostActor, "access"), {{{host, bytes}, access, memory_.find(host) != nullptr}});
 }
 
+void SimLink::deviceAccess(const void* host, std::size_t bytes, Access access, Stream stream) noexcept {
+  enterQuietly([&](Lock&) {
+    checks_.admit(races_.act(actorOf(stream), "kernel"), {{{host, bytes}, access, memory_.find(host) != nullptr}});
+  });
+}
+
 void SimLink::drain() {
   Lock lock = enter();
   schedule_.runAll(lock);

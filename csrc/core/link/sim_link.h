@@ -74,6 +74,9 @@ class SimLink final : public Link {
   bool wantsRegistration() const override {
     return options_.wantsRegistration;
   }
+  bool readsHostMemory(int /*device*/) override {
+    return true;
+  }
   void* allocate(std::size_t bytes, Stream stream) override;
   void free(void* device, Stream stream) noexcept override;
   MemoryInfo memoryInfo(int device) override;
@@ -81,6 +84,7 @@ class SimLink final : public Link {
     return 0;
   }
   void hostAccess(const void* host, std::size_t bytes, Access access) override;
+  void deviceAccess(const void* host, std::size_t bytes, Access access, Stream stream) noexcept override;
 
   /// Enqueues `body` as a kernel that reads and writes these ranges of device or host memory.
   void launch(

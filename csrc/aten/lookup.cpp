@@ -1,0 +1,88 @@
+#include "aten/lookup.h"
+
+#include "aten/tensors.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/WrapDimUtils.h>
+
+#include <algorithm>
+#include <string_view>
+#include <unordered_set>
+
+namespace offload {
+namespace {
+
+// What is no larger stays on the GPU before anything else does.
+constexpr std::size_t kLeastTable = std::size_t{1} << 20;
+
+// What crosses the link for a byte.
+constexpr std::size_t kLeastRead = 128;
+
+const std::unordered_set<std::string_view> kLookups{
+    "aten::embedding", "aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only",
+    "aten::index",     "aten::_unsafe_index", "aten::index_select",
+};
+
+// Not those that write to `out=`, or take a dimension's name.
+const std::unordered_set<std::string_view> kOverloads{"", "Tensor", "padding_idx"};
+
+bool countsPlaces(const at::Tensor& index) {
+  return index.scalar_type() == at::kLong || index.scalar_type() == at::kInt;
+}
+
+// What so many indices read, which go into dimensions up to `last`, of `taken` elements together.
+std::optional<std::size_t> bytesOf(const at::Tensor& table, std::size_t indices, std::int64_t last, std::int64_t taken) {
+  if (table.numel() == 0) return {};
+  const auto piece = c10::multiply_integers(table.sizes().slice(static_cast<std::size_t>(last) + 1));
+  const auto pieces = indices * static_cast<std::size_t>(table.numel() / taken / piece);
+  return pieces * std::max(kLeastRead, static_cast<std::size_t>(piece) * table.element_size());
+}
+
+std::optional<std::size_t> bytesIndexed(const at::Tensor& table, const c10::IValue& indices) {
+  std::vector<std::int64_t> sizes;
+  std::int64_t taken = 1;
+  std::int64_t last = -1;
+  const auto each = indices.toListRef();
+  for (std::int64_t dim = 0; dim < std::ssize(each); ++dim) {
+    const c10::IValue& item = each[static_cast<std::size_t>(dim)];
+    if (!item.isTensor() || !item.toTensor().defined()) continue;
+    const at::Tensor& index = item.toTensor();
+    if (!countsPlaces(index)) return {}; // how many a mask picks only the device knows
+    sizes = at::infer_size(sizes, index.sizes());
+    taken *= table.size(dim);
+    last = dim;
+  }
+  return bytesOf(table, static_cast<std::size_t>(c10::multiply_integers(sizes)), last, taken);
+}
+
+} // namespace
+
+bool isLookup(const c10::FunctionSchema& schema) {
+  return kLookups.contains(schema.name()) && kOverloads.contains(schema.overload_name());
+}
+
+std::optional<std::size_t> bytesLookedUp(const OpTraits& traits, const torch::jit::Stack& stack) {
+  const auto arguments = torch::jit::last(stack, traits.arguments.size());
+  const at::Tensor& table = arguments[0].toTensor();
+  if (table.dim() == 0 || !table.has_storage() || !table.is_contiguous()) return {};
+  const auto count = [](const c10::IValue& index) { return static_cast<std::size_t>(index.toTensor().numel()); };
+  if (arguments[1].isInt()) { // index_select
+    const auto dim = c10::maybe_wrap_dim(arguments[1].toInt(), table.dim());
+    return bytesOf(table, count(arguments[2]), dim, table.size(dim));
+  }
+  if (!arguments[1].isTensor()) return bytesIndexed(table, arguments[1]);
+  for (std::size_t k = 2; k < arguments.size(); ++k) {
+    // A bag's weights have a gradient that is made of the table.
+    if (arguments[k].isTensor() && arguments[k].toTensor().defined() && arguments[k].toTensor().requires_grad()) return {};
+  }
+  return bytesOf(table, count(arguments[1]), 0, table.size(0));
+}
+
+bool isReadInPlace(std::size_t tableBytes, std::size_t reads, c10::Device target) {
+  if (tableBytes <= kLeastTable || reads > tableBytes / 2) return false;
+  const Context& context = Context::get();
+  const std::size_t parameters = context.accounts().stats().of(Purpose::Parameter).bytes;
+  return std::max(parameters, tableBytes) > context.residency().budget(target.index());
+}
+
+} // namespace offload

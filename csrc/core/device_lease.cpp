@@ -1,0 +1,74 @@
+#include "core/device_lease.h"
+
+#include "core/residency.h"
+
+namespace offload {
+
+DeviceLease::DeviceLease(DeviceLease&& other) noexcept
+    : residency_(other.residency_),
+      block_(std::exchange(other.block_, nullptr)),
+      extent_(other.extent_),
+      stream_(other.stream_) {}
+
+DeviceLease& DeviceLease::operator=(DeviceLease&& other) noexcept {
+  if (this != &other) {
+    letGo();
+    residency_ = other.residency_;
+    block_ = std::exchange(other.block_, nullptr);
+    extent_ = other.extent_;
+    stream_ = other.stream_;
+  }
+  return *this;
+}
+
+DeviceLease::~DeviceLease() {
+  letGo();
+}
+
+const void* DeviceLease::data() const noexcept {
+  return block_ != nullptr ? static_cast<const std::byte*>(block_->data) + extent_.begin : nullptr;
+}
+
+void DeviceLease::letGo() noexcept {
+  if (Block* const block = std::exchange(block_, nullptr)) residency_->endDeviceLease(*block, extent_, stream_);
+}
+
+DeviceLease Residency::leaseToDevice(Block& block, Extent extent, Stream stream, std::size_t reads) {
+  const auto audited = audit("leaseToDevice", &block);
+  hostErrors_.raise();
+  settle();
+  requireWithin(block, extent);
+  // Where memory is not worth locking, devices read the Arena's as it is.
+  const bool locked =
+      memoryOf(block) == HostMemory::Pinned || (block.kind == BlockKind::Pageable && !link_.wantsRegistration());
+  if (extent.bytes() == 0 || !locked || !link_.readsHostMemory(stream.device) || isCaptured(stream)) return {};
+  std::vector<Token> after;
+  {
+    Lock lock(mutex_);
+    awaitIssued(lock, block);
+    if (find(block, extent, stream.device) || dirtyOf(block)) return {};
+    block.writers.appendTo(after);
+    ResidencyStats& stats = device(stream.device).queue.stats;
+    ++stats.readsInPlace;
+    stats.bytesReadInPlace += reads;
+  }
+  for (const Token& token : after) {
+    if (!token.isOn(stream) && !token.done()) token.orderBefore(stream);
+  }
+  return {*this, block, extent, stream};
+}
+
+void Residency::endDeviceLease(Block& block, Extent extent, Stream stream) noexcept {
+  const auto audited = audit("endDeviceLease", &block);
+  {
+    const Lock lock(mutex_);
+    if (closed_) return;
+  }
+  link_.deviceAccess(static_cast<const std::byte*>(block.data) + extent.begin, extent.bytes(), Access::Read, stream);
+  const Token used = events_.record(stream);
+  const Lock lock(mutex_);
+  block.readers.add(used);
+  device(stream.device).readers.add(used);
+}
+
+} // namespace offload
