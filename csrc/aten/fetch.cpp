@@ -177,9 +177,9 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
 }
 
 at::Tensor readInPlace(const at::Tensor& offload, c10::Device target, std::size_t reads) {
-  const Extent extent = existingExtentOf(offload).aligned();
-  if (extent.bytes() == 0 || !isReadInPlace(extent.bytes(), reads, target)) return {};
   target = checkedTarget(offload, target);
+  const Extent extent = existingExtentOf(offload).aligned();
+  if (!isReadInPlace(extent.bytes(), reads, target)) return {};
   Context& context = Context::get();
   auto memory = std::make_unique<MemoryInPlace>();
   Block& block = blockOf(offload.storage());
@@ -197,9 +197,8 @@ at::Tensor readInPlace(const at::Tensor& offload, c10::Device target, std::size_
 void endInPlace(const at::Tensor& table) {
   compat::releaseMemory(
       *table.storage().unsafeGetStorageImpl(),
-      "offload: this tensor was the host bytes of an offload operand, for one operation that has looked up some of them, and "
-      "has no "
-      "memory since; read the operand itself.");
+      "offload: this tensor was the host bytes of an offload operand, for one operation that has looked up some of them, "
+      "and has no memory since; read the operand itself.");
 }
 
 namespace {

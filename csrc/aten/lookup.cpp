@@ -2,12 +2,12 @@
 
 #include "aten/tensors.h"
 
-#include <ATen/ExpandUtils.h>
 #include <ATen/WrapDimUtils.h>
 
 #include <algorithm>
 #include <string_view>
 #include <unordered_set>
+#include <vector>
 
 namespace offload {
 namespace {
@@ -38,17 +38,23 @@ std::optional<std::size_t> bytesOf(const at::Tensor& table, std::size_t indices,
   return pieces * std::max(kLeastRead, static_cast<std::size_t>(piece) * table.element_size());
 }
 
+// Indices that don't fit are for the operation to refuse.
 std::optional<std::size_t> bytesIndexed(const at::Tensor& table, const c10::IValue& indices) {
-  std::vector<std::int64_t> sizes;
+  const auto each = indices.toListRef();
+  if (std::ssize(each) > table.dim()) return {};
+  std::vector<std::int64_t> sizes; // of all indices, when they are broadcast, the last first
   std::int64_t taken = 1;
   std::int64_t last = -1;
-  const auto each = indices.toListRef();
   for (std::int64_t dim = 0; dim < std::ssize(each); ++dim) {
     const c10::IValue& item = each[static_cast<std::size_t>(dim)];
     if (!item.isTensor() || !item.toTensor().defined()) continue;
     const at::Tensor& index = item.toTensor();
     if (!countsPlaces(index)) return {}; // how many a mask picks only the device knows
-    sizes = at::infer_size(sizes, index.sizes());
+    if (std::ssize(sizes) < index.dim()) sizes.resize(static_cast<std::size_t>(index.dim()), 1);
+    for (std::int64_t k = 0; k < index.dim(); ++k) {
+      auto& size = sizes[static_cast<std::size_t>(k)];
+      size = std::max(size, index.size(index.dim() - 1 - k));
+    }
     taken *= table.size(dim);
     last = dim;
   }

@@ -279,8 +279,19 @@ def test_an_index_that_is_wrong_is_an_error_as_ever():
     if not GPU:  # where it ends the process's use of the device
         with pytest.raises(IndexError):
             F.embedding(torch.tensor([ROWS]), weight)
-    with pytest.raises(RuntimeError):
-        F.embedding(torch.tensor([0.5], device=COMPUTE), weight)
+    wrong = [
+        lambda w: F.embedding(torch.tensor([0.5], device=COMPUTE), w),
+        lambda w: w.index_select(2, index(3)),
+        lambda w: torch.ops.aten.index(w, [index(3), index(3), index(3)]),
+        lambda w: w[index(3), index(2)],
+    ]
+    for call in wrong:
+        said = []
+        for device in (COMPUTE, OFFLOAD):
+            with pytest.raises((RuntimeError, IndexError)) as error:
+                call(table(device))
+            said.append((error.type, str(error.value).split("\n")[0]))
+        assert said[0] == said[1]
     assert_same(F.embedding(index(5), weight), F.embedding(index(5), table(COMPUTE)))
 
 
