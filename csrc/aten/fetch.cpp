@@ -179,12 +179,13 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
 at::Tensor readInPlace(const at::Tensor& offload, c10::Device target, std::size_t reads) {
   target = checkedTarget(offload, target);
   const Extent extent = existingExtentOf(offload).aligned();
-  if (!isReadInPlace(extent.bytes(), reads, target)) return {};
   Context& context = Context::get();
+  const Stream stream = context.currentStream(target.index());
+  if (context.residency().isCaptured(stream) || !isReadInPlace(extent.bytes(), reads, target)) return {};
   auto memory = std::make_unique<MemoryInPlace>();
   Block& block = blockOf(offload.storage());
   memory->block = Context::retain(block);
-  memory->lease = context.residency().leaseToDevice(block, extent, context.currentStream(target.index()), reads);
+  memory->lease = context.residency().leaseToDevice(block, extent, stream, reads);
   if (!memory->lease) return {};
   const ModeOf mode(offload);
   auto* const begin = const_cast<void*>(memory->lease.data());

@@ -3,6 +3,7 @@
 #include "aten/tensors.h"
 
 #include <ATen/WrapDimUtils.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <string_view>
@@ -12,7 +13,7 @@
 namespace offload {
 namespace {
 
-// What is no larger stays on the GPU before anything else does.
+// What is no larger stays on the GPU before anything else does, in any budget but 0.
 constexpr std::size_t kLeastTable = std::size_t{1} << 20;
 
 // What crosses the link for a byte.
@@ -70,7 +71,7 @@ bool isLookup(const c10::FunctionSchema& schema) {
 std::optional<std::size_t> bytesLookedUp(const OpTraits& traits, const torch::jit::Stack& stack) {
   const auto arguments = torch::jit::last(stack, traits.arguments.size());
   const at::Tensor& table = arguments[0].toTensor();
-  if (table.dim() == 0 || !table.has_storage() || !table.is_contiguous()) return {};
+  if (table.dim() == 0 || !table.has_storage() || !table.is_contiguous() || table.is_conj() || table.is_neg()) return {};
   const auto count = [](const c10::IValue& index) { return static_cast<std::size_t>(index.toTensor().numel()); };
   if (arguments[1].isInt()) { // index_select
     const auto dim = c10::maybe_wrap_dim(arguments[1].toInt(), table.dim());
@@ -78,8 +79,9 @@ std::optional<std::size_t> bytesLookedUp(const OpTraits& traits, const torch::ji
   }
   if (!arguments[1].isTensor()) return bytesIndexed(table, arguments[1]);
   for (std::size_t k = 2; k < arguments.size(); ++k) {
-    // A bag's weights have a gradient that is made of the table.
-    if (arguments[k].isTensor() && arguments[k].toTensor().defined() && arguments[k].toTensor().requires_grad()) return {};
+    if (!arguments[k].isTensor() || !at::GradMode::is_enabled()) continue;
+    const at::Tensor& other = arguments[k].toTensor();
+    if (other.defined() && other.requires_grad()) return {}; // a bag's weights, whose gradient is made of the table
   }
   return bytesOf(table, count(arguments[1]), 0, table.size(0));
 }
@@ -87,7 +89,8 @@ std::optional<std::size_t> bytesLookedUp(const OpTraits& traits, const torch::ji
 bool isReadInPlace(std::size_t tableBytes, std::size_t reads, c10::Device target) {
   if (tableBytes <= kLeastTable || reads > tableBytes / 2) return false;
   const Context& context = Context::get();
-  const std::size_t parameters = context.accounts().stats().of(Purpose::Parameter).bytes;
+  const AccountsStats host = context.accounts().stats();
+  const std::size_t parameters = host.of(Purpose::Parameter).bytes + host.files.bytes;
   return std::max(parameters, tableBytes) > context.residency().budget(target.index());
 }
 

@@ -4,9 +4,9 @@
 // `embedding`, `embedding_bag`, `index_select` and indexing read as many rows of their first operand as they are given indices, which are on
 // the device: the host does not know which. Where these are few, and the GPU has no room for all parameters anyway, their kernel reads
 // them where they are, in page-locked host memory: the table never travels, and may be larger than the GPU. Its gradient flows through
-// a fetch's node like any other. Where all parameters fit, tables are fetched, and stay. None of these operations saves its table, with
-// one exception that takes a fetch; so nothing is refilled for their backward, and a table in place is given up when the
-// operation has been enqueued, whoever holds the tensor then.
+// a fetch's node like any other. Where all parameters fit, tables are fetched, and stay. PyTorch's derivatives save no table, with
+// one exception that takes a fetch (weights of a bag that want gradients); so nothing is refilled for their backward, and a table in
+// place is given up when the operation has been enqueued, whoever holds the tensor then. Functorch's levels take a fetch, too.
 #pragma once
 
 #include "aten/op_traits.h"

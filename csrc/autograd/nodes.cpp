@@ -267,8 +267,12 @@ at::Tensor lookUp(const at::Tensor& offload, c10::Device target, std::size_t rea
     at::AutoDispatchBelowADInplaceOrView below;
     result = readInPlace(offload, target, reads);
   }
-  const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality);
-  if (result.defined() && aboveAutograd) connect(offload, result, target);
+  if (!result.defined()) return {};
+  if (offload.is_inference()) { // as of fetchPlain()
+    if (recordsGraph()) recordFetch(offload, result, target);
+  } else if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality)) {
+    connect(offload, result, target);
+  }
   return result;
 }
 

@@ -3,6 +3,14 @@
 #include "core/residency.h"
 
 namespace offload {
+namespace {
+
+// Tokens of streams that come and go don't imply each other; what is done is forgotten where there are so many.
+constexpr std::size_t kManyReaders = 64;
+// Whoever reads in place fetches nothing, and after so many the budget may be another.
+constexpr std::uint64_t kLookedForEvery = 64;
+
+} // namespace
 
 DeviceLease::DeviceLease(DeviceLease&& other) noexcept
     : residency_(other.residency_),
@@ -42,14 +50,16 @@ DeviceLease Residency::leaseToDevice(Block& block, Extent extent, Stream stream,
   const bool locked =
       memoryOf(block) == HostMemory::Pinned || (block.kind == BlockKind::Pageable && !link_.wantsRegistration());
   if (extent.bytes() == 0 || !locked || !link_.readsHostMemory(stream.device) || isCaptured(stream)) return {};
+  Device& dev = device(stream.device);
+  look(dev);
   std::vector<Token> after;
   {
     Lock lock(mutex_);
     awaitIssued(lock, block);
     if (find(block, extent, stream.device) || dirtyOf(block)) return {};
     block.writers.appendTo(after);
-    ResidencyStats& stats = device(stream.device).queue.stats;
-    ++stats.readsInPlace;
+    ResidencyStats& stats = dev.queue.stats;
+    if (++stats.readsInPlace % kLookedForEvery == 0) dev.lookDue = true;
     stats.bytesReadInPlace += reads;
   }
   for (const Token& token : after) {
@@ -66,9 +76,25 @@ void Residency::endDeviceLease(Block& block, Extent extent, Stream stream) noexc
   }
   link_.deviceAccess(static_cast<const std::byte*>(block.data) + extent.begin, extent.bytes(), Access::Read, stream);
   const Token used = events_.record(stream);
+  TokenSet& all = device(stream.device).readers;
+  std::vector<Token> many;
+  {
+    const Lock lock(mutex_);
+    block.readers.add(used);
+    all.add(used);
+    for (const TokenSet* set : {&block.readers, &all}) {
+      if (set->all().size() > kManyReaders) set->appendTo(many);
+    }
+  }
+  if (many.empty()) return;
+  try {
+    for (const Token& token : many) token.done();
+  } catch (...) {
+    // The Link says nothing of it now; whoever waits for it is told.
+  }
   const Lock lock(mutex_);
-  block.readers.add(used);
-  device(stream.device).readers.add(used);
+  block.readers.prune();
+  all.prune();
 }
 
 } // namespace offload

@@ -151,8 +151,8 @@ class Residency {
   /// first write to bytes of a file.
   HostLease lease(Block& block, Access access);
 
-  /// See DeviceLease; `reads` bytes of the extent will be read, for statistics. An empty one where a fetch is due: where the newest bytes
-  /// are on a device, the memory is not page-locked, the device can't read it, or the stream is being captured.
+  /// See DeviceLease; `reads` bytes of the extent will be read, for statistics. An empty one where a fetch is due: where a Slot of that
+  /// device has the newest bytes, or one of any device is Dirty, the memory is not page-locked, the device can't read it, or the stream is being captured.
   DeviceLease leaseToDevice(Block& block, Extent extent, Stream stream, std::size_t reads);
 
   struct Claim {

@@ -142,6 +142,37 @@ TEST(DeviceLease, IsNotGivenInACaptureOrOnAnotherKindOfDevice) {
   EXPECT_TRUE(rig.cache.leaseToDevice(*block, {0, 1000}, {}, 1));
 }
 
+TEST(DeviceLease, StreamsThatComeAndGoLeaveFewTokens) {
+  Rig rig;
+  const auto block = rig.newBlock(pattern(1, 1000));
+  for (std::uint64_t stream = 1; stream <= 1000; ++stream) {
+    Stream own = rig.sim.createStream(0);
+    own.id = stream;
+    ASSERT_NE(readUnderLease(rig, *block, own), nullptr);
+    if (stream % 50 == 0) rig.sim.drain();
+    ASSERT_LE(block->readers.all().size(), 128U);
+  }
+  rig.write(*block, pattern(2, 1000));
+  EXPECT_TRUE(block->readers.empty());
+}
+
+TEST(DeviceLease, TheBudgetIsLookedForNowAndThen) {
+  CoreOptions options;
+  options.cache.budgetBytes = std::nullopt;
+  options.cache.lookInterval = std::chrono::microseconds(0);
+  options.cache.headroomBytes = 0;
+  options.sim.deviceBytes = 1 << 20;
+  Rig rig(options);
+  void* const others = rig.sim.allocate(1 << 19, {});
+  const auto block = rig.newBlock(pattern(1, 1000));
+  readUnderLease(rig, *block, {});
+  EXPECT_LE(rig.cache.budget(0), std::size_t{1} << 19);
+  rig.sim.free(others, {});
+  rig.sim.drain();
+  for (int more = 0; more < 128; ++more) readUnderLease(rig, *block, {});
+  EXPECT_GT(rig.cache.budget(0), std::size_t{1} << 19);
+}
+
 TEST(DeviceLease, MayBeMoved) {
   Rig rig({{.bias = SimBias::Late}});
   const Stream stream = rig.sim.createStream(0);

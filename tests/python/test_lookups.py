@@ -201,6 +201,41 @@ def test_weights_of_a_bag_have_their_gradient():
         assert_same(run(OFFLOAD), run(COMPUTE))
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference"])
+def test_weights_of_a_bag_that_record_nothing(mode):
+    weights = data(4, 6).requires_grad_()
+    weight, results = table(OFFLOAD), []
+
+    def run():
+        with torch.inference_mode(mode == "inference"), torch.no_grad():
+            results.append(F.embedding_bag(index(4, 6), weight, mode="sum", per_sample_weights=weights))
+
+    counts = read(run)
+    assert_same(results[0], F.embedding_bag(index(4, 6), table(COMPUTE), mode="sum", per_sample_weights=weights))
+    if CACHED:
+        assert counts == (1, 24 * WIDTH * 4, 0)
+
+
+def test_a_parameter_that_was_made_in_inference_mode():
+    """With indices of that mode, too, no key of autograd's is in the call."""
+    results = []
+    for device in (COMPUTE, OFFLOAD):
+        with torch.inference_mode():
+            weight, tokens = nn.Parameter(table(device)), index(5).clone()
+        with torch.no_grad():
+            results.append([F.embedding(tokens, weight), F.embedding_bag(tokens[None], weight), weight[tokens]])
+    assert_same(results[1], results[0])
+
+
+def test_a_table_that_is_a_conjugate():
+    plain = torch.complex(table(CPU), table(CPU, seed=2))
+    for view in (lambda w: w.conj(), lambda w: w.conj().imag):
+        results = []
+        for device in (COMPUTE, OFFLOAD):
+            results.append(view(plain.to(device))[index(5)])
+        assert_same(results[1], results[0])
+
+
 def test_derivatives_of_every_kind():
     def run(device):
         weight, tangent = table(device).requires_grad_(), table(device, seed=5)
@@ -309,7 +344,7 @@ def test_in_a_cuda_graph_it_is_fetched():
 
 
 @pytest.mark.gpu
-def test_on_streams_and_threads():
+def test_on_streams():
     weight = table(OFFLOAD)
     streams = [torch.cuda.Stream() for _ in range(3)]
     for step in range(20):
