@@ -56,11 +56,10 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
         asked for (``prefetches_wasted``), and parameters that were stepped there (``updates``). ``link.*``: bytes and copies in
         each direction; ``bytes_read_in_place`` are in none of the others. ``host_jobs.*``: steps of optimizers, by parameters,
         and other large updates that were to be done on the host while the program goes on (``submitted``), and those not done
-        yet (``pending``), which hold
-        the memory of their tensors. ``host_waits.*``: how often threads waited for copies, files and such work, and for how
-        many seconds. ``host_fallbacks``: how often an operation on offload tensors alone had no CUDA kernel and ran on the
-        host, by its name. ``excess_bytes``: by name what operations had fetched beyond the elements of operands that lie apart,
-        where that was 16 MiB or more, whether or not the cache had it.
+        yet (``pending``), which hold the memory of their tensors. ``host_waits.*``: how often threads waited for copies, files
+        and such work, and for how many seconds. ``host_fallbacks``: how often an operation on offload tensors alone had no CUDA
+        kernel and ran on the host, by its name. ``excess_bytes``: by name what operations had fetched beyond the elements of
+        operands that lie apart, where that was 16 MiB or more, whether or not the cache had it.
     """
     return _C.statistics(index_of(device))
 

@@ -181,7 +181,7 @@ at::Tensor readInPlace(const at::Tensor& offload, c10::Device target, std::size_
   const Extent extent = existingExtentOf(offload).aligned();
   Context& context = Context::get();
   const Stream stream = context.currentStream(target.index());
-  if (context.residency().isCaptured(stream) || !isReadInPlace(extent.bytes(), reads, target)) return {};
+  if (!isReadInPlace(extent.bytes(), reads, stream)) return {};
   auto memory = std::make_unique<MemoryInPlace>();
   Block& block = blockOf(offload.storage());
   memory->block = Context::retain(block);

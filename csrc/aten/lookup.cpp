@@ -86,12 +86,13 @@ std::optional<std::size_t> bytesLookedUp(const OpTraits& traits, const torch::ji
   return bytesOf(table, count(arguments[1]), 0, table.size(0));
 }
 
-bool isReadInPlace(std::size_t tableBytes, std::size_t reads, c10::Device target) {
+bool isReadInPlace(std::size_t tableBytes, std::size_t reads, Stream stream) {
   if (tableBytes <= kLeastTable || reads > tableBytes / 2) return false;
   const Context& context = Context::get();
+  if (context.residency().isCaptured(stream)) return false; // when the driver is not to be asked for a budget
   const AccountsStats host = context.accounts().stats();
   const std::size_t parameters = host.of(Purpose::Parameter).bytes + host.files.bytes;
-  return std::max(parameters, tableBytes) > context.residency().budget(target.index());
+  return std::max(parameters, tableBytes) > context.residency().budget(stream.device);
 }
 
 } // namespace offload

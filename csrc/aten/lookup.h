@@ -21,7 +21,7 @@ bool isLookup(const c10::FunctionSchema& schema);
 /// none where that isn't known, the operand has gaps, or the call saves it.
 std::optional<std::size_t> bytesLookedUp(const OpTraits& traits, const torch::jit::Stack& stack);
 
-/// Whether a table's bytes are better read where they are than fetched, where so many of them are read.
-bool isReadInPlace(std::size_t tableBytes, std::size_t reads, c10::Device target);
+/// Whether a table's bytes are better read where they are, by work on `stream`, than fetched, where so many of them are read.
+bool isReadInPlace(std::size_t tableBytes, std::size_t reads, Stream stream);
 
 } // namespace offload

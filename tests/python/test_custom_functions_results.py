@@ -82,9 +82,8 @@ def test_gradients_of_what_is_returned(name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_returned_holds_no_slot(name):
     x, weight = data(2, 4).requires_grad_(), at(OFFLOAD, 2, 4, seed=1).requires_grad_()
-    before = torch_offload.memory_stats()["device.pinned_slot_bytes.current"]
     results = FUNCTIONS[name].apply(x, weight)
-    assert torch_offload.memory_stats()["device.pinned_slot_bytes.current"] == before
+    assert torch_offload.memory_stats()["device.pinned_slot_bytes.current"] == 0
     del results
 
 

@@ -43,7 +43,7 @@ def read(action):
     return tuple(after[name] - before[name] for name in names)
 
 
-# By name: the call, how many rows it reads, and how many calls of it that is.
+# By name: the call, and how many rows it reads.
 LOOKUPS = {
     "embedding": (lambda w: F.embedding(index(3, 5), w), 15),
     "embedding padded": (lambda w: F.embedding(index(9), w, padding_idx=int(index(9)[2])), 9),
@@ -94,8 +94,12 @@ def test_rows_are_read_where_they_are(name, mode):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8], ids=str)
 def test_dtypes(dtype):
-    weight = (table(CPU) * 10).to(dtype)
-    assert_same(F.embedding(index(5), weight.to(OFFLOAD)), F.embedding(index(5), weight.to(COMPUTE)))
+    weight, results = (table(CPU, rows=2 * ROWS) * 10).to(dtype), []
+    moved = weight.to(OFFLOAD)
+    counts = read(lambda: results.append(F.embedding(index(5), moved)))
+    assert_same(results[0], F.embedding(index(5), weight.to(COMPUTE)))
+    if CACHED:
+        assert counts == (1, 5 * max(WIDTH * dtype.itemsize, 128), 0)
 
 
 FETCHED = {
@@ -334,9 +338,11 @@ def test_an_index_that_is_wrong_is_an_error_as_ever():
 def test_in_a_cuda_graph_it_is_fetched():
     weight, tokens = table(OFFLOAD), index(5)
     F.embedding(tokens, weight)
+    before = torch_offload.stats()["reads_in_place"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = F.embedding(tokens, weight)
+    assert torch_offload.stats()["reads_in_place"] == before  # a write would not wait for what replays read
     for seed in (3, 4):
         weight.copy_(table(CPU, seed=seed))
         graph.replay()
