@@ -13,9 +13,6 @@
 namespace offload {
 namespace {
 
-// What is no larger stays on the GPU before anything else does, in any budget but 0.
-constexpr std::size_t kLeastTable = std::size_t{1} << 20;
-
 // What crosses the link for a byte.
 constexpr std::size_t kLeastRead = 128;
 

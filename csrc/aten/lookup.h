@@ -6,14 +6,19 @@
 // them where they are, in page-locked host memory: the table never travels, and may be larger than the GPU. Its gradient flows through
 // a fetch's node like any other. Where all parameters fit, tables are fetched, and stay. PyTorch's derivatives save no table, with
 // one exception that takes a fetch (weights of a bag that want gradients); so nothing is refilled for their backward, and a table in
-// place is given up when the operation has been enqueued, whoever holds the tensor then. Functorch's levels take a fetch, too.
+// place is given up when the operation has been enqueued, whoever holds the tensor then. Functorch's levels take a fetch, too. A graph
+// that is compiled has a fetch before the lookup; inductor's have `offload::look_up` instead (torch_offload/compile/lookups.py).
 #pragma once
 
 #include "aten/op_traits.h"
 
+#include <cstddef>
 #include <optional>
 
 namespace offload {
+
+/// In bytes: what is no larger is fetched, and stays on the GPU before anything else does, in any budget but 0.
+constexpr std::size_t kLeastTable = std::size_t{1} << 20;
 
 bool isLookup(const c10::FunctionSchema& schema);
 

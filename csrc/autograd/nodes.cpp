@@ -10,6 +10,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/index.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -224,6 +225,14 @@ at::Tensor giveCoded(const at::Tensor& self, std::int64_t index) {
   return givePlain(self, c10::Device(kOffload, static_cast<c10::DeviceIndex>(index)));
 }
 
+// As a compiled graph calls it, in place of a lookup in what a fetch gave: see Note [Lookups].
+at::Tensor lookUpPlain(const at::Tensor& self, const at::Tensor& index) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  auto sizes = index.sizes().vec();
+  sizes.insert(sizes.end(), self.sizes().begin() + 1, self.sizes().end());
+  return at::index(self, {index.reshape(-1)}).view(sizes); // an index without dimensions says nothing of where it computes
+}
+
 void writePlain(const at::Tensor& self, const at::Tensor& value) {
   const_cast<at::Tensor&>(self).copy_(value);
 }
@@ -237,6 +246,10 @@ at::Tensor fetchOfOther(const at::Tensor& self, c10::Device /*target*/) {
 
 at::Tensor fetchOfOtherCoded(
     const at::Tensor& self, std::int64_t /*type*/, std::int64_t /*index*/, std::int64_t /*alignment*/) {
+  return fetchOfOther(self, self.device());
+}
+
+at::Tensor lookUpInOther(const at::Tensor& self, const at::Tensor& /*index*/) {
   return fetchOfOther(self, self.device());
 }
 
@@ -350,6 +363,7 @@ OFFLOAD_LIBRARY(offload, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def("fetch(Tensor self, Device device) -> Tensor", tags);
   m.def("fetch.coded(Tensor self, int type, int index, int alignment) -> Tensor", tags);
+  m.def("look_up(Tensor self, Tensor index) -> Tensor", tags);
   m.def("stash(Tensor self, Device device) -> Tensor", tags);
   m.def("stash.coded(Tensor self, int index) -> Tensor", tags);
   m.def("give(Tensor self, Device device) -> Tensor", tags);
@@ -369,6 +383,7 @@ void carryOver(torch::Library& m) {
 void takePlain(torch::Library& m) {
   m.impl("fetch", fetchOfOther);
   m.impl("fetch.coded", fetchOfOtherCoded);
+  m.impl("look_up", lookUpInOther);
   m.impl("stash", stashPlain);
   m.impl("stash.coded", stashCoded);
   m.impl("give", givePlain);
@@ -398,6 +413,7 @@ OFFLOAD_LIBRARY_IMPL(offload, Named, m) {
 OFFLOAD_LIBRARY_IMPL(offload, PrivateUse1, m) {
   m.impl("fetch", fetchPlain);
   m.impl("fetch.coded", fetchCoded);
+  m.impl("look_up", lookUpPlain);
   m.impl("stash", stashPlain);
   m.impl("stash.coded", stashCoded);
   m.impl("write_", writePlain);

@@ -6,6 +6,7 @@
 #include "aten/device_work.h"
 #include "aten/fetch.h"
 #include "aten/generator.h"
+#include "aten/lookup.h"
 #include "aten/needless_work.h"
 #include "aten/placement.h"
 #include "aten/refusals.h"
@@ -190,6 +191,7 @@ PYBIND11_MODULE(_C, m) {
         return "host";
     }
   });
+  m.attr("LEAST_TABLE") = kLeastTable;
   m.def("paired_device", [](int index) {
     const c10::Device device = pairedDevice(static_cast<c10::DeviceIndex>(index));
     return py::reinterpret_steal<py::object>(THPDevice_New(device));

@@ -51,6 +51,15 @@ def test_opcheck_of_an_aligned_fetch(layout, alignment):
     torch.library.opcheck(torch.ops.offload.fetch.coded, (source, *code_of(target), alignment))
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5)], ids=str)
+def test_opcheck_of_a_lookup(shape):
+    table, index = at(OFFLOAD, 7, 3, 2), torch.full(shape, -4, device=COMPUTE)
+    torch.library.opcheck(torch.ops.offload.look_up, (table, index))
+    assert_same(torch.ops.offload.look_up(table, index), at(COMPUTE, 7, 3, 2)[index])
+    with pytest.raises(RuntimeError, match="was given one on"):
+        torch.ops.offload.look_up(table.to(COMPUTE), index)
+
+
 def test_opcheck_of_stashes_in_generated_code():
     for op in (torch.ops.offload.stash.coded, torch.ops.offload.give.coded):
         torch.library.opcheck(op, (data(4, 3), 0))

@@ -7,41 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import CACHED, COMPUTE, CPU, GPU, OFFLOAD, Tied, assert_same, at, data, deterministic, grads, says
+from tables import ROWS, TABLE, WIDTH, index, nothing_fits, read, table  # noqa: F401
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_offload
-
-ROWS, WIDTH = 16_384, 64
-TABLE = ROWS * WIDTH * 4
-
-
-@pytest.fixture(autouse=True)
-def nothing_fits():
-    torch_offload.empty_cache()
-    torch_offload.set_budget(0)
-    yield
-    torch_offload.set_budget("auto")
-
-
-def table(device, seed=0, rows=ROWS, dtype=torch.float32):
-    return at(device, rows, WIDTH, seed=seed, dtype=dtype)
-
-
-def index(*shape, seed=1, device=COMPUTE, rows=ROWS):
-    return torch.randint(rows, shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
-
-
-def read(action):
-    """How many lookups of ``action()`` read in place, how many bytes, and how many bytes were copied to the device."""
-    torch_offload.synchronize()
-    names = ("cache.reads_in_place", "link.bytes_read_in_place", "link.bytes_to_device")
-    before = torch_offload.memory_stats()
-    action()
-    torch_offload.synchronize()
-    after = torch_offload.memory_stats()
-    return tuple(after[name] - before[name] for name in names)
-
 
 # By name: the call, and how many rows it reads.
 LOOKUPS = {

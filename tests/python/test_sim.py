@@ -58,6 +58,7 @@ EVERYTHING = [
 REPLACED = [
     "test_bitsandbytes.py",
     "test_compile_dynamic.py",
+    "test_compile_lookups.py",
     "test_compile_optimizers.py",
     "test_composites.py",
     "test_gpu_steps.py",

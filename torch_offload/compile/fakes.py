@@ -39,6 +39,10 @@ def _fetch_coded(self: torch.Tensor, type: int, index: int, alignment: int) -> t
     return _fetch(self, device_of(type, index))
 
 
+def _look_up(self: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return self.new_empty((*index.shape, *self.shape[1:]), device=index.device)
+
+
 def _write(self: torch.Tensor, value: torch.Tensor) -> None:
     return None
 
@@ -51,4 +55,5 @@ def register() -> None:
     torch.library.register_fake("offload::stash.coded", _stash_coded)
     torch.library.register_fake("offload::give", _stash)
     torch.library.register_fake("offload::give.coded", _stash_coded)
+    torch.library.register_fake("offload::look_up", _look_up)
     torch.library.register_fake("offload::write_", _write)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 FETCH, STASH = torch.ops.offload.fetch.default, torch.ops.offload.stash.default
 GIVE, WRITE = torch.ops.offload.give.default, torch.ops.offload.write_.default
+LOOK_UP = torch.ops.offload.look_up.default
 
 
 def tensors(nodes: Any) -> list[torch.Tensor]:

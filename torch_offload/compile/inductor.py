@@ -43,7 +43,7 @@ from torch._inductor.utils import GPU_ALIGN_BYTES, tensor_is_aligned
 from torch._inductor.virtualized import V
 
 from torch_offload.compile.fakes import code_of
-from torch_offload.compile.graphs import FETCH, GIVE, STASH, home_of
+from torch_offload.compile.graphs import FETCH, GIVE, LOOK_UP, STASH, home_of
 from torch_offload.compile.on_device import OnDevice
 
 _OF_OTHERS = "torch_offload_memory_of_others"  # names of buffers, on the graph that is being lowered
@@ -163,7 +163,7 @@ def _traced() -> torch.Tensor:
     return V.graph.current_node.args[0].meta["val"]
 
 
-def _call(operation: Any, operand: Any, *numbers: int) -> Any:
+def _call(operation: Any, operands: list[Any], *numbers: int) -> Any:
     """A call that generated code makes, whose result is as it was traced.
 
     Inductor's `fallback_handler` evaluates the operation again to learn that. In 2.11 its call is a node on the operand's
@@ -171,11 +171,12 @@ def _call(operation: Any, operand: Any, *numbers: int) -> Any:
     2.11 generates knows no other form.
     """
     if V.graph.cpp_wrapper:
-        return fallback_handler(operation, add_to_fallback_set=False)(operand, *numbers)
-    operand = FallbackKernel.realize_input(operand)
-    as_storage_and_layout(operand, freeze=True)
+        return fallback_handler(operation, add_to_fallback_set=False)(*operands, *numbers)
+    operands = [FallbackKernel.realize_input(operand) for operand in operands]
+    for operand in operands:
+        as_storage_and_layout(operand, freeze=True)
     layout = FallbackKernel.tensor_to_layout(V.graph.current_node.meta["val"])
-    call = FallbackKernel(layout, operation, [operand], numbers, lambda tensors, others: ([*tensors, *others], {}))
+    call = FallbackKernel(layout, operation, operands, numbers, lambda tensors, others: ([*tensors, *others], {}))
     call.outputs = [call]
     return TensorBox.create(call)
 
@@ -184,11 +185,17 @@ def _lower() -> None:
     @register_lowering(FETCH, type_promotion_kind=None)
     def fetch(self: Any, device: torch.device) -> Any:
         aligned = tensor_is_aligned(_traced())
-        result = _call(_CODED_FETCH, self, *code_of(device), GPU_ALIGN_BYTES if aligned else 1)
+        result = _call(_CODED_FETCH, [self], *code_of(device), GPU_ALIGN_BYTES if aligned else 1)
         # Where inductor takes it to be as aligned as its operand: of that it knows nothing.
         unaligned = V.graph.unaligned_buffers
         (unaligned.discard if aligned else unaligned.add)(result.get_name())
         _never_reuse(result.get_name())
+        return result
+
+    @register_lowering(LOOK_UP, type_promotion_kind=None)
+    def look_up(self: Any, index: Any) -> Any:
+        result = _call(LOOK_UP, [self, index])
+        V.graph.unaligned_buffers.discard(result.get_name())
         return result
 
     def as_traced(value: Any) -> Any:
@@ -197,14 +204,14 @@ def _lower() -> None:
 
     @register_lowering(STASH, type_promotion_kind=None)
     def stash(self: Any, device: torch.device) -> Any:
-        return _call(torch.ops.offload.stash.coded, as_traced(self), device.index or 0)
+        return _call(torch.ops.offload.stash.coded, [as_traced(self)], device.index or 0)
 
     @register_lowering(GIVE, type_promotion_kind=None)
     def give(self: Any, device: torch.device) -> Any:
         value = as_traced(self)
         value.realize()
         _never_reuse(value.get_name())
-        return _call(torch.ops.offload.give.coded, value, device.index or 0)
+        return _call(torch.ops.offload.give.coded, [value], device.index or 0)
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from torch_offload.compile.graphs import (
     return_copies,
     storages,
 )
+from torch_offload.compile.lookups import look_up_rows
 
 # Views with a bit that says to compute, which generated code does at once.
 _LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
@@ -200,6 +201,8 @@ class OnDevice(CustomGraphModulePass):
         keep_what_is_overwritten(graph)  # fetches that were there, and those of what was moved
         _fetch_small_constants(graph_module)
         _skip_round_trips(graph)
+        if not config.triton.cudagraphs:  # which read the same memory at each replay
+            look_up_rows(graph)
         return_copies(graph)
         _give(graph)
         _keep_from_writes(graph)
