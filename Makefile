@@ -33,10 +33,10 @@ py-test: build ## Run the Python tests, with PYTEST_ARGS
 	$(venv)/bin/pytest $(PYTEST_ARGS)
 
 no_cuda := build/no-cuda-$(TORCH)
-# The virtual environment's cmake, as for the build with CUDA: equal commands, of which ccache knows the results.
+# By the virtual environment's cmake, and each source by itself: whether one includes all that it names, no other build would notice.
 no-cuda: export PATH := $(abspath $(venv))/bin:$(PATH)
 no-cuda: bootstrap ## Build the package without CUDA, and run a few tests with it
-	cmake -S . -B $(no_cuda) -G Ninja --log-level=WARNING -DOFFLOAD_TORCH=ON -DOFFLOAD_CUDA=OFF \
+	cmake -S . -B $(no_cuda) -G Ninja --log-level=WARNING -DOFFLOAD_TORCH=ON -DOFFLOAD_CUDA=OFF -DOFFLOAD_UNITY=OFF \
 	  -DOFFLOAD_WERROR=$(OFFLOAD_WERROR) -DPython_EXECUTABLE=$(abspath $(venv))/bin/python
 	cmake --build $(no_cuda) --target _C --parallel $(or $(MAX_JOBS),$(shell nproc))
 	cp -r torch_offload/*.py torch_offload/*/ $(no_cuda)/torch_offload

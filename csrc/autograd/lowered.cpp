@@ -75,7 +75,7 @@ bool isKept(const at::Tensor& tensor) {
 }
 
 // Where a fetch gives a tensor with one gradient, and no tangent.
-bool isPlain(const at::Tensor& tensor) {
+bool hasOneGradient(const at::Tensor& tensor) {
   return !tensor._fw_grad(0).defined() &&
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
@@ -96,7 +96,7 @@ bool needsLowering(const at::Tensor& operand, at::ScalarType dtype) {
 at::Tensor fetchLowered(const at::Tensor& offload, c10::Device target, at::ScalarType dtype) {
   const bool kept = isKept(offload);
   const auto node = kept ? casts().find(offload, target, dtype) : compat::NodePointer();
-  at::Tensor cast = isPlain(offload) ? fetchCopy(offload, target, dtype) : at::Tensor();
+  at::Tensor cast = hasOneGradient(offload) ? fetchCopy(offload, target, dtype) : at::Tensor();
   const bool ofCopy = cast.defined();
   if (!ofCopy) {
     const at::AutoGradMode mode(at::GradMode::is_enabled() && !node);
