@@ -10,7 +10,7 @@ cxx_files = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
 # Keeps the source tree, which holds no built module, from hiding the installed package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help bootstrap build demo test py-test no-cuda opinfo zoo core-test sanitize fuzz exits gpu-packages gpu-check format lint clean
+.PHONY: help bootstrap build editors demo test py-test no-cuda opinfo zoo core-test sanitize fuzz exits gpu-packages gpu-check format lint clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -22,7 +22,6 @@ bootstrap: ## Install system packages, and torch and the tools into a virtual en
 build: bootstrap ## Build the package and install it into the virtual environment
 	$(venv)/bin/python setup.py --quiet build_ext
 	$(venv)/bin/python -m pip install --quiet --no-build-isolation --no-deps .
-	@ln -sf build/torch-$(TORCH)*/compile_commands.json .
 
 demo: build ## Train two small networks on offload, and compare with the plain device
 	$(venv)/bin/python examples/digits.py
@@ -41,6 +40,11 @@ no-cuda: bootstrap ## Build the package without CUDA, and run a few tests with i
 	cmake --build $(no_cuda) --target _C --parallel $(or $(MAX_JOBS),$(shell nproc))
 	cp -r torch_offload/*.py torch_offload/*/ $(no_cuda)/torch_offload
 	CUDA_VISIBLE_DEVICES= TORCH_OFFLOAD_LINK=sim PYTHONPATH=$(abspath $(no_cuda)) $(venv)/bin/pytest tests/python/test_linear.py
+
+editors: bootstrap ## Write compile_commands.json, which tells editors how each source is compiled
+	PATH="$(abspath $(venv))/bin:$$PATH" cmake -S . -B build/editors -G Ninja --log-level=WARNING -DOFFLOAD_TORCH=ON -DOFFLOAD_UNITY=OFF \
+	  -DOFFLOAD_TESTS=ON -DPython_EXECUTABLE=$(abspath $(venv))/bin/python
+	@ln -sf build/editors/compile_commands.json .
 
 opinfo: build ## Compare all samples of PyTorch's op database with the plain device; record what was found
 	$(venv)/bin/pytest tests/opinfo --whole --record build/opinfo/torch-$(TORCH).json

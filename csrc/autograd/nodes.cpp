@@ -228,9 +228,10 @@ at::Tensor giveCoded(const at::Tensor& self, std::int64_t index) {
 // As a compiled graph calls it, in place of a lookup in what a fetch gave: see Note [Lookups].
 at::Tensor lookUpPlain(const at::Tensor& self, const at::Tensor& index) {
   const at::AutoDispatchBelowADInplaceOrView below;
+  const at::Tensor rows = at::index(self, {index.reshape(-1)}); // an index without dimensions says nothing of where it computes
   auto sizes = index.sizes().vec();
   sizes.insert(sizes.end(), self.sizes().begin() + 1, self.sizes().end());
-  return at::index(self, {index.reshape(-1)}).view(sizes); // an index without dimensions says nothing of where it computes
+  return rows.contiguous().view(sizes);
 }
 
 void writePlain(const at::Tensor& self, const at::Tensor& value) {

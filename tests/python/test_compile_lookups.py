@@ -11,6 +11,7 @@ from tables import ROWS, TABLE, WIDTH, index, nothing_fits, read, table  # noqa:
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 
 import torch_offload
 
@@ -65,6 +66,10 @@ FETCHED = {
     "rows that lie apart": lambda w, i: F.embedding(i % WIDTH, w.t()),
     "a small table": lambda w, i: F.embedding(i % 64, w[:64]),
     "most rows": lambda w, i: F.embedding(i.repeat(ROWS // 8 + 1)[: ROWS - 5], w),
+    "most rows together": lambda w, i: w[i.repeat(ROWS // 15)] + w[i.flip(0).repeat(ROWS // 15)],
+    "one row, repeated": lambda w, i: w[:1].expand(ROWS, WIDTH)[i],
+    "columns of matrices": lambda w, i: w.view(-1, 4, WIDTH // 4).transpose(1, 2)[i % 4096],
+    "channels last": lambda w, i: w.view(-1, 4, 4, WIDTH // 4).permute(0, 3, 1, 2)[i % 4096],
 }
 
 
@@ -73,8 +78,9 @@ FETCHED = {
 def test_all_else_is_fetched(name):
     weight, results = table(OFFLOAD), []
     run = compiled(FETCHED[name], "inductor")
-    count, _, moved = read(lambda: results.append(run(weight, index(5))))
+    count, _, moved = read(lambda: results.extend(run_and_get_code(run, weight, index(5))))
     assert count == 0
+    assert "offload.look_up" not in results[1][0], "the lookup is in no kernel"
     assert moved > 0
     assert_same(results[0], FETCHED[name](table(COMPUTE), index(5)))
 

@@ -56,8 +56,13 @@ def test_opcheck_of_a_lookup(shape):
     table, index = at(OFFLOAD, 7, 3, 2), torch.full(shape, -4, device=COMPUTE)
     torch.library.opcheck(torch.ops.offload.look_up, (table, index))
     assert_same(torch.ops.offload.look_up(table, index), at(COMPUTE, 7, 3, 2)[index])
+    permuted = table.transpose(1, 2)
+    torch.library.opcheck(torch.ops.offload.look_up, (permuted, index))
+    assert_same(torch.ops.offload.look_up(permuted, index), at(COMPUTE, 7, 3, 2).transpose(1, 2)[index].contiguous())
     with pytest.raises(RuntimeError, match="was given one on"):
         torch.ops.offload.look_up(table.to(COMPUTE), index)
+    with pytest.raises(IndexError):
+        torch.ops.offload.look_up(at(OFFLOAD, 1)[0], index)
 
 
 def test_opcheck_of_stashes_in_generated_code():
