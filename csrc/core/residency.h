@@ -14,7 +14,7 @@
 // Note [Locks]
 // One mutex guards Blocks and Slots. It is never held across a Link call (link.h), so an operation is: decide under the mutex,
 // enqueue without it, publish tokens under it. In between the Block is `issuing`, and whoever must know its tokens waits for that
-// to end; it does end, because who issues waits for nobody.
+// to end; it does end, because who enqueues waits for nobody, and a job, which counts as one, for copies alone.
 //
 // Note [Ring and budget]
 // A Slot is on one of two accounts. What passes is charged to the ring, and leaves it in the order in which it came, what may be late

@@ -5,8 +5,8 @@
 // kernel costs nanoseconds, so steps that follow each other may be done to what the first level holds, and the time is memory's.
 // The bits must be PyTorch's all the same, whose kernels may round otherwise in another version, compiler or set of
 // instructions. So before a kernel is used for the first time, PyTorch's operation and the kernel are done to samples of all kinds of
-// numbers, and where a bit differs (but that of NaNs any is as good as another) the operation stays PyTorch's. A maximum does, as
-// that of two zeros depends on where in a tensor they are.
+// numbers, and where a bit differs (but that of NaNs any is as good as another) the operation stays PyTorch's. There is none of a
+// maximum, as that of two zeros depends on where in a tensor they are.
 #pragma once
 
 #include "aten/elementwise_step.h"
