@@ -1,7 +1,7 @@
 """Where tensors that autograd saves for backward are kept."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -19,7 +19,8 @@ class SavedTensorsPlan(NamedTuple):
     share: float
     """How much of the bytes that might travel does, from 0 to 1."""
     demanded_share: float
-    """How much has to for no more than ``max_gpu_bytes`` to stay; 0 without that."""
+    """The least share that must travel so that no more than ``max_gpu_bytes`` stay; 0 without such a limit, or where the last
+    step has kept to it."""
     bytes: int
     """What might have travelled in that step."""
     sent_bytes: int
@@ -61,7 +62,8 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         share: How much of the bytes that might travel does, from 0 to 1, spread evenly over each step; or ``"auto"``: as much
             as the link can carry while the GPU computes. Then everything travels in the first steps, until one of them, the
             second at the earliest, is over and tells by how long the GPU waited how much may in those that follow;
-            :attr:`plan` says what was chosen. Default: 1, or with ``max_gpu_bytes`` 0: no more than that demands.
+            :attr:`plan` says what was chosen. Default: 1; if ``max_gpu_bytes`` is given, 0: then no more
+            travels than that demands.
         max_gpu_bytes: How many bytes of what might travel may stay on the GPU at once, those of ``keep_bytes`` among them.
             What is beyond travels, spread evenly over each step by how much the last one has saved; what a step saves beyond
             that travels as it comes. Not counted are what is under way, what others hold, and what ``max_host_bytes`` has no
@@ -168,7 +170,7 @@ def offload_activations(
     Args:
         module: What to look for them in; itself is named ``""``.
         include: Patterns for the names of :meth:`torch.nn.Module.named_modules`, with wildcards (``"layers.*"``); what a module
-            contains belongs to it. Default: all.
+            contains belongs to it, and of one that has no forward (``ModuleList``) each by itself. Default: all.
         exclude: Patterns for the modules to leave out, with all that they contain (``"lm_head"``).
         region: The one that all modules enter. Default: a new one.
         options: Those of the new one, which are :class:`saved_tensors`'s.
@@ -190,7 +192,8 @@ def offload_activations(
     chosen = _outermost(_matching(module, names, include), left_out)
     for context, found in ((region, chosen), (keep_saved_tensors(), left_out)):
         for name in found:
-            _run_within(context, module.get_submodule(name))
+            for called in _called(module.get_submodule(name)):
+                _run_within(context, called)
     return module
 
 
@@ -212,6 +215,15 @@ def _outermost(names: Iterable[str], left_out: list[str]) -> list[str]:
         if not any(outer in ("", name) or name.startswith(f"{outer}.") for outer in (*found, *left_out)):
             found.append(name)
     return found
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or the outermost ones with a forward of those that it contains where it has none, and is never called."""
+    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _called(child)
 
 
 def _run_within(context: saved_tensors_hooks, module: nn.Module) -> None:

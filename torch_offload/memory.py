@@ -40,7 +40,8 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
     :func:`reset_accumulated_memory_stats`.
 
     Returns:
-        A value that goes up and down has ``.current`` and ``.peak``, and most have the sums of all that has come,
+        A value that goes up and down has ``.current``; those of ``host.allocated``, ``host.file``, the purposes,
+        ``host.reserved_bytes`` and ``device.slot_bytes`` have ``.peak``, too, and the sums of all that has come,
         ``.allocated``, and gone, ``.freed``. ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held
         from the system (``reserved``), that this process has mapped beside them and may have in common with others
         (``shared``), that are page-locked (``pinned``), that copies of pageable memory and of files go through (``ring``,
@@ -58,8 +59,9 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
         and other large updates that were to be done on the host while the program goes on (``submitted``), and those not done
         yet (``pending``), which hold the memory of their tensors. ``host_waits.*``: how often threads waited for copies, files
         and such work, and for how many seconds. ``host_fallbacks``: how often an operation on offload tensors alone had no CUDA
-        kernel and ran on the host, by its name. ``excess_bytes``: by name what operations had fetched beyond the elements of
-        operands that lie apart, where that was 16 MiB or more, whether or not the cache had it.
+        kernel and ran on the host, by its name. ``excess_bytes``: by name the bytes between the elements of operands that lie
+        apart, where an operation had 16 MiB or more fetched and the elements were half of it or less, whether or not the cache
+        had it.
     """
     return _C.statistics(index_of(device))
 

@@ -64,7 +64,10 @@ def __getattr__(name: str) -> Any:
 
 
 def is_available() -> bool:
-    """Always true: without a GPU the CPU is the compute device."""
+    """True, also without a GPU: then the CPU computes.
+
+    ``torch.distributed.checkpoint``, which picks a device by this, is told False.
+    """
     return True
 
 
@@ -118,17 +121,18 @@ def synchronize(device: _Device = None) -> None:
 
 
 def stats(device: _Device = None) -> dict[str, Any]:
-    """What moved and what waited since the process began: :func:`memory_stats` without the memory. Subtract two of them.
+    """What moved and what waited since the process began: :func:`memory_stats` without the memory and ``host_jobs``. Subtract
+    two of them.
 
     Returns:
-        ``fetches`` of operations and those of them that were ``hits``; ``evictions``; copies made ahead of a fetch,
-        ``prefetches``, and those in vain, ``prefetches_wasted``; ``bytes_to_device``, ``bytes_to_host`` and the
+        ``fetches`` of operations and those of them that were ``hits``; ``evictions``; copies made ahead of a fetch, or for a
+        step there, ``prefetches``, and those in vain, ``prefetches_wasted``; ``bytes_to_device``, ``bytes_to_host`` and the
         ``copies_to_device`` and ``copies_to_host`` that these travelled in; ``reads_in_place``, lookups of a table's rows that
         the GPU read where they are, on the host, and ``bytes_read_in_place``, which are in none of the others; ``updates`` in
         the cache, parameters that :func:`set_gpu_steps` had stepped there. Of all devices: ``host_waits``, how often threads
         waited for copies and for files, and ``host_wait_seconds``; ``host_fallbacks``, how often an operation on offload
-        tensors alone had no CUDA kernel and ran on the host, by its name; ``excess_bytes``, by name what operations had
-        fetched beyond the elements of operands that lie apart, where that was 16 MiB or more.
+        tensors alone had no CUDA kernel and ran on the host, by its name; ``excess_bytes``, by name the bytes between the
+        elements of operands that lie apart, where 16 MiB or more were fetched and the elements were half of it or less.
     """
     everything = memory_stats(device)
     moved = {
@@ -168,7 +172,8 @@ def set_gpu_steps(enabled: bool) -> None:
     Then the parameter is changed where it is and its gradient need not go home; parameter and state go home behind the step,
     so host bytes stay the newest and GPU memory a cache. Gradients and state get what weights leave of the budget
     (:func:`get_budget`); parameters for which there is no room are stepped on the host as ever. It is for PyTorch's own
-    optimizers, with neither ``fused`` nor ``foreach`` given; parameters that share a storage are stepped on the host.
+    optimizers, with neither ``fused`` nor ``foreach`` given; parameters that share a storage, are in shared memory or are bytes
+    of a file are stepped on the host.
 
     A GPU rounds some operations otherwise than a CPU, so with this results depend in their last bits on the budget.
     ``stats()["updates"]`` counts such steps, parameter by parameter.
@@ -189,7 +194,8 @@ def set_autocast_copies(enabled: bool) -> None:
     Then a weight is cast on the host, once for each value that it has, and the copy travels and stays in the cache instead of
     the weight: half the bytes on the link and on the GPU, for half as many more on the host, and a pass of the host over the
     weight behind each optimizer step. Values and gradients are the same bits. A weight gets its copy when an operation has it
-    cast for the first time, if it has 1 MiB or more; with False each copy goes when its weight is next updated or gone.
+    cast for the first time, if its storage has 1 MiB or more, and is neither shared between processes, nor a file's, nor made
+    on the GPU; with False each copy goes when its weight is next updated or gone.
 
     It is for weights that are used more often than they are updated: inference, frozen weights, gradient accumulation, and
     training whose time the link sets. Compiled graphs cast on the GPU as ever, and so does all that runs with
@@ -213,9 +219,9 @@ def set_budget(budget: int | str | None = "auto") -> None:
     """Sets :func:`get_budget`, for every device.
 
     Args:
-        budget: bytes, a share of the first GPU's memory (``"40%"``), or ``"auto"``, the default: what is free, less a headroom,
-            and PyTorch's allocator gets back what it asks for. ``0`` keeps nothing on the GPU beyond the ring. The variable
-            ``TORCH_OFFLOAD_BUDGET`` takes the same.
+        budget: bytes, a share of the first GPU's memory (``"40%"``), or ``"auto"`` (or None), the default: what is free, less a
+            headroom, and PyTorch's allocator gets back what it asks for. ``0`` keeps nothing on the GPU beyond the ring. The
+            variable ``TORCH_OFFLOAD_BUDGET`` takes the same.
 
     Raises:
         ValueError: for anything else.

@@ -2,7 +2,7 @@
 
 Offload tensors draw from two generators: the CPU's default one, which factories and filling in place use, as for a CPU
 tensor; and, on a machine with GPUs, the default one of the paired CUDA device, where that makes a new value of offload tensors
-alone (dropout, ``multinomial``). Each function here is about both. All of them are shared with CPU and CUDA tensors.
+alone (dropout, ``multinomial``). Each function here acts on both generators, from which CPU and CUDA tensors draw, too.
 """
 
 from collections.abc import Iterable

@@ -190,12 +190,13 @@ void runFetched(const c10::OperatorHandle& op, const OpTraits& traits, Placement
 }
 
 // Of `_to_copy`: whether it widens values of one byte, which is how packed weights are unpacked. On the device, only what is packed
-// has to travel.
+// has to travel. Values of float8 that an integer can't have are another one's on each device.
 bool unpacks(const OpTraits& traits, const Stack& stack) {
   const auto arguments = torch::jit::last(stack, traits.arguments.size());
   const auto to = arguments[1].toOptional<at::ScalarType>();
   const auto from = arguments[0].toTensor().scalar_type();
-  return to && from != at::kBool && c10::elementSize(from) == 1 && c10::elementSize(*to) > 1;
+  if (!to || from == at::kBool || c10::elementSize(from) != 1 || c10::elementSize(*to) == 1) return false;
+  return !c10::isFloatingType(from) || !c10::isIntegralType(*to, true);
 }
 
 // A copy that changes devices has a kernel of its own, and so has a cast of what was born on the host, unless it unpacks.

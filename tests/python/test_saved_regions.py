@@ -368,6 +368,8 @@ def test_modules_by_name():
     everywhere = sent()
     assert everywhere > sent(exclude="head") > sent(include="layers.?", exclude=["layers.1", "layers.2"]) > 0
     assert sent(include="*.0", exclude="") == 0
+    assert sent(include="layers") == sent(include="layers.*") > 0
+    assert sent(exclude="layers") == sent(include="head")
     assert sent(include="head.*", exclude="head") == 0
 
 
