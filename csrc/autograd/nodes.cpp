@@ -90,13 +90,12 @@ struct FetchBackward final : Node {
     at::Tensor gradient = std::move(inputs[0]);
     inputs.clear();
     if (!gradient.defined() || !task_should_compute_output(0)) return {at::Tensor()};
-    if (tracing()) return {callStash(gradient, home)};
     TORCH_CHECK(
         gradient.layout() == c10::kStrided, "offload: the gradient of an offload tensor of shape ", gradient.sizes(),
         " is of layout ", gradient.layout(),
         ", and gradients on offload are dense; leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep that weight "
-        "on the "
-        "CPU or on CUDA.");
+        "on the CPU or on CUDA.");
+    if (tracing()) return {callStash(gradient, home)};
     if (castFrom) gradient = gradient.to(*castFrom);
     if (sink() == nullptr && hasGaps(gradient)) gradient = cloneWithGaps(gradient);
     // A gradient that nobody else holds gives its memory away.
