@@ -87,8 +87,7 @@ bool isReadInPlace(std::size_t tableBytes, std::size_t reads, Stream stream) {
   if (tableBytes <= kLeastTable || reads > tableBytes / 2) return false;
   const Context& context = Context::get();
   if (context.residency().isCaptured(stream)) return false; // when the driver is not to be asked for a budget
-  const AccountsStats host = context.accounts().stats();
-  const std::size_t parameters = host.of(Purpose::Parameter).bytes + host.files.bytes;
+  const std::size_t parameters = context.accounts().parameterBytes(stream.device);
   return std::max(parameters, tableBytes) > context.residency().budget(stream.device);
 }
 

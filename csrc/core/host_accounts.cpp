@@ -5,7 +5,11 @@
 namespace offload {
 namespace {
 
-void add(AccountStats& account, std::size_t bytes) {
+bool isParameter(const Block& block) {
+  return block.file || block.purpose.load(std::memory_order_relaxed) == Purpose::Parameter;
+}
+
+void enter(AccountStats& account, std::size_t bytes) {
   account.bytes += bytes;
   account.bytesPeak = std::max(account.bytesPeak, account.bytes);
   ++account.count;
@@ -14,7 +18,7 @@ void add(AccountStats& account, std::size_t bytes) {
   ++account.countEver;
 }
 
-void remove(AccountStats& account, std::size_t bytes) {
+void leave(AccountStats& account, std::size_t bytes) {
   account.bytes -= bytes;
   --account.count;
 }
@@ -26,17 +30,35 @@ AccountStats& HostAccounts::of(const Block& block) {
   return stats_.purposes[static_cast<std::size_t>(block.purpose.load(std::memory_order_relaxed))];
 }
 
+// Has a place for every device of a Block that is open.
+std::size_t& HostAccounts::parametersOn(int device) {
+  const auto index = static_cast<std::size_t>(device);
+  if (index >= parameters_.size()) parameters_.resize(index + 1);
+  return parameters_[index];
+}
+
+void HostAccounts::add(const Block& block) {
+  enter(of(block), block.bytes);
+  if (isParameter(block)) parametersOn(block.device) += block.bytes;
+}
+
+void HostAccounts::remove(const Block& block) noexcept {
+  leave(of(block), block.bytes);
+  if (isParameter(block)) parametersOn(block.device) -= block.bytes;
+}
+
 void HostAccounts::open(const Block& block) {
   const std::lock_guard lock(mutex_);
-  if (!block.file) add(stats_.all, block.bytes);
-  add(of(block), block.bytes);
+  parametersOn(block.device);
+  if (!block.file) enter(stats_.all, block.bytes);
+  add(block);
   history_.add(block, false);
 }
 
 void HostAccounts::close(const Block& block) noexcept {
   const std::lock_guard lock(mutex_);
-  if (!block.file) remove(stats_.all, block.bytes);
-  remove(of(block), block.bytes);
+  if (!block.file) leave(stats_.all, block.bytes);
+  remove(block);
   history_.add(block, true);
 }
 
@@ -45,16 +67,22 @@ void HostAccounts::claim(Block& block, Purpose purpose) {
   const std::lock_guard lock(mutex_);
   if (block.purpose.load(std::memory_order_relaxed) >= purpose) return; // another thread was first
   AccountStats& before = of(block);
-  remove(before, block.bytes);
+  remove(block);
   before.bytesEver -= block.bytes;
   --before.countEver;
   block.purpose.store(purpose, std::memory_order_relaxed);
-  add(of(block), block.bytes);
+  add(block);
 }
 
 AccountsStats HostAccounts::stats() const {
   const std::lock_guard lock(mutex_);
   return stats_;
+}
+
+std::size_t HostAccounts::parameterBytes(int device) const {
+  const std::lock_guard lock(mutex_);
+  const auto index = static_cast<std::size_t>(device);
+  return index < parameters_.size() ? parameters_[index] : 0;
 }
 
 void HostAccounts::recordHistory(std::size_t most) {

@@ -4,6 +4,7 @@
 #include "core/block_history.h"
 
 #include <mutex>
+#include <vector>
 
 namespace offload {
 
@@ -38,6 +39,8 @@ class HostAccounts {
   void claim(Block& block, Purpose purpose);
 
   AccountsStats stats() const;
+  /// Of the parameters and files, of Blocks on one device, as there are now.
+  std::size_t parameterBytes(int device) const;
   /// Makes every peak the current value.
   void resetPeaks();
   /// What there is now is all that there has been.
@@ -49,10 +52,14 @@ class HostAccounts {
 
  private:
   AccountStats& of(const Block& block);
+  std::size_t& parametersOn(int device);
+  void add(const Block& block);
+  void remove(const Block& block) noexcept;
   void each(void (*reset)(AccountStats&));
 
   mutable std::mutex mutex_;
   AccountsStats stats_;
+  std::vector<std::size_t> parameters_; // bytes, by device
   BlockHistory history_;
 };
 

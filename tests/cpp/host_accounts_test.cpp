@@ -1,5 +1,6 @@
 // Host bytes by purpose.
 #include "core/host_accounts.h"
+#include "test_file.h"
 
 #include <gtest/gtest.h>
 
@@ -10,8 +11,8 @@ namespace offload {
 namespace {
 
 struct Accounts : testing::Test {
-  std::unique_ptr<Block> open(std::size_t bytes, Purpose purpose = Purpose::Temporary) {
-    auto block = std::make_unique<Block>(nullptr, bytes, BlockKind::Pageable, Born::Host, 0);
+  std::unique_ptr<Block> open(std::size_t bytes, Purpose purpose = Purpose::Temporary, int device = 0) {
+    auto block = std::make_unique<Block>(nullptr, bytes, BlockKind::Pageable, Born::Host, device);
     block->purpose = purpose;
     accounts.open(*block);
     return block;
@@ -120,6 +121,37 @@ TEST_F(Accounts, APurposeOnlyRises) {
   EXPECT_EQ(of(Purpose::Parameter).bytes, 8U);
   EXPECT_EQ(of(Purpose::Gradient).bytes, 0U);
   expectSum();
+}
+
+TEST_F(Accounts, ParametersAreCountedByDevice) {
+  EXPECT_EQ(accounts.parameterBytes(0), 0U);
+  const auto gradient = open(1, Purpose::Gradient, 2);
+  const auto first = open(10, Purpose::Parameter);
+  const auto second = open(200, Purpose::Temporary, 2);
+  EXPECT_EQ(accounts.parameterBytes(2), 0U);
+  accounts.claim(*second, Purpose::Parameter);
+  accounts.claim(*second, Purpose::Optimizer); // no purpose falls
+  EXPECT_EQ(accounts.parameterBytes(0), 10U);
+  EXPECT_EQ(accounts.parameterBytes(1), 0U);
+  EXPECT_EQ(accounts.parameterBytes(2), 200U);
+  EXPECT_EQ(accounts.parameterBytes(7), 0U);
+  accounts.close(*second);
+  accounts.close(*gradient);
+  EXPECT_EQ(accounts.parameterBytes(0), 10U);
+  EXPECT_EQ(accounts.parameterBytes(2), 0U);
+}
+
+TEST_F(Accounts, FilesAreCountedWithParameters) {
+  const auto weight = open(3, Purpose::Parameter, 1);
+  const core_test::TestFile contents(std::vector<unsigned char>(40));
+  Block mapped(nullptr, 40, BlockKind::Foreign, Born::Host, 1);
+  mapped.file = std::make_shared<FileBytes>(std::make_shared<File>(contents.path()), 0, 40);
+  accounts.open(mapped);
+  EXPECT_EQ(accounts.parameterBytes(1), 43U);
+  accounts.claim(mapped, Purpose::Parameter);
+  EXPECT_EQ(accounts.parameterBytes(1), 43U);
+  accounts.close(mapped);
+  EXPECT_EQ(accounts.parameterBytes(1), 3U);
 }
 
 TEST_F(Accounts, ResetPeaksAreTheCurrentValues) {

@@ -227,6 +227,23 @@ def test_each_has_a_budget():
     assert count("device.staying_bytes.current") == [64 * 64 * 4] * 2
 
 
+def test_a_table_is_read_in_place_where_its_own_device_has_no_room():
+    torch_offload.set_budget(2 * 16_384 * 64 * 4)
+    tables = [[torch.nn.Embedding(16_384, 64, device=home) for _ in range(1 + 2 * k)] for k, home in enumerate(HOMES)]
+    rows = torch.tensor([3, 16_000, 5])
+
+    def look_up(index):
+        with torch.no_grad():
+            return [table(rows.to(COMPUTES[index])).cpu() for table in tables[index]]
+
+    for index, expected in ((0, [0, 0]), (1, [0, 3])):
+        look_up(index)  # before it nobody knows that these are parameters
+        torch_offload.empty_cache()
+        found = []
+        assert added("cache.reads_in_place", lambda index=index, found=found: found.extend(look_up(index))) == expected
+        assert_same(found, [table.weight.detach().cpu()[rows] for table in tables[index]])
+
+
 def test_each_has_an_order_of_its_own():
     """One model on both, taking turns at every layer: each device knows its weights after a pass."""
     torch_offload.set_budget(PLENTY)
