@@ -3,7 +3,8 @@
 Their backward returns a gradient on the activations' device, which autograd refuses for an operand on another. Fetched
 outside of the function, by a differentiable operation, an offload operand is what the author assumed: a tensor
 beside the others. What the function writes to it comes home, in forward and, where its context keeps the tensor, in backward.
-What the context keeps has memory while the function's backward runs, as what PyTorch's own operations save.
+What the context keeps has memory while the function's backward runs, as what PyTorch's own operations save. Operands that are
+views of one storage are lent as views of one memory.
 
 The function may know the operand by another way, too, as a module's parameter. So what it returns of what it was lent is the
 operand, where it was written to, and otherwise a copy; gradients that it asks for with respect to what it was lent are the
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad, function, graph
+from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 from torch_offload import _C
@@ -104,11 +106,25 @@ def _with_counter(value: Tensor) -> Tensor:
         return torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage(), *place)
 
 
+def _fetched_together(args: Sequence[Any], target: torch.device) -> dict[int, Tensor]:
+    """By position, what is fetched of operands that are views of one storage: a write to one of these is one to the others."""
+    places: dict[int, list[int]] = {}
+    for number, value in enumerate(args):
+        if type(value) in (Tensor, Parameter) and is_offload(value) and not is_functorch_wrapped_tensor(value):
+            places.setdefault(value.untyped_storage()._cdata, []).append(number)
+    values: dict[int, Tensor] = {}
+    for numbers in places.values():
+        if len(numbers) > 1:
+            values.update(zip(numbers, _C.fetch_together([args[number] for number in numbers], target), strict=True))
+    return values
+
+
 def _lend(args: Sequence[Any], target: torch.device) -> tuple[list[Any], list[tuple[_Lent, Tensor]]]:
     """What a function is given, and what of that is lent, each with its source."""
     given, lent = [], []
-    for source in args:
-        value = fetched(source, target)
+    together = _fetched_together(args, target)
+    for number, source in enumerate(args):
+        value = together[number] if number in together else fetched(source, target)
         # Of functorch's wrappers, what is inside is lent further down.
         if value is not source and type(value) is Tensor and not is_functorch_wrapped_tensor(value):
             value = _with_counter(value)

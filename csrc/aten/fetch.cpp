@@ -140,10 +140,13 @@ c10::Device checkedTarget(const at::Tensor& offload, c10::Device target) {
   return target;
 }
 
+c10::Storage storageOf(c10::DataPtr data, Extent extent) {
+  return {c10::Storage::use_byte_size_t(), extent.bytes(), std::move(data), nullptr, false};
+}
+
 // A tensor over bytes of an extent, from its aligned beginning on.
-at::Tensor tensorOf(c10::DataPtr data, Extent extent, c10::Device target, const at::Tensor& offload) {
+at::Tensor tensorOf(c10::Storage storage, Extent extent, c10::Device target, const at::Tensor& offload) {
   const auto item = static_cast<std::size_t>(offload.element_size());
-  c10::Storage storage(c10::Storage::use_byte_size_t(), extent.bytes(), std::move(data), nullptr, false);
   const auto shift = offload.numel() == 0 ? 0 : offload.storage_offset() - static_cast<std::int64_t>(extent.begin / item);
   return tensorOver(std::move(storage), target.type(), offload, shift);
 }
@@ -168,12 +171,36 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   if (isCached(target)) {
     const Extent extent = existingExtentOf(offload).aligned();
     countExcess(offload, extent.bytes());
-    result = tensorOf(fetchBytes(offload, extent, target), extent, target, offload);
+    result = tensorOf(storageOf(fetchBytes(offload, extent, target), extent), extent, target, offload);
   } else {
     result = fetchAlias(offload);
   }
   shareVersionCounter(offload, result);
   return result;
+}
+
+std::vector<at::Tensor> fetchTo(const std::vector<at::Tensor>& offload, c10::Device target) {
+  std::vector<at::Tensor> results;
+  results.reserve(offload.size());
+  std::optional<Extent> all;
+  for (const auto& tensor : offload) {
+    target = checkedTarget(tensor, target);
+    const Extent extent = existingExtentOf(tensor);
+    if (extent.bytes() == 0) continue;
+    all = all ? Extent{std::min(all->begin, extent.begin), std::max(all->end, extent.end)} : extent;
+  }
+  if (!isCached(target) || !all) {
+    for (const auto& tensor : offload) results.push_back(fetchTo(tensor, target));
+    return results;
+  }
+  const Extent extent = all->aligned();
+  const c10::Storage memory = fetchStorage(blockOf(offload.front().storage()), extent, target);
+  for (const auto& tensor : offload) {
+    const ModeOf mode(tensor);
+    results.push_back(tensorOf(memory, extent, target, tensor));
+    shareVersionCounter(tensor, results.back());
+  }
+  return results;
 }
 
 at::Tensor readInPlace(const at::Tensor& offload, c10::Device target, std::size_t reads) {
@@ -190,7 +217,8 @@ at::Tensor readInPlace(const at::Tensor& offload, c10::Device target, std::size_
   const ModeOf mode(offload);
   auto* const begin = const_cast<void*>(memory->lease.data());
   const c10::Device device = target.is_cpu() ? c10::Device(c10::kCPU) : target;
-  auto result = tensorOf({begin, memory.release(), &MemoryInPlace::remove, device}, extent, target, offload);
+  c10::DataPtr data(begin, memory.release(), &MemoryInPlace::remove, device);
+  auto result = tensorOf(storageOf(std::move(data), extent), extent, target, offload);
   shareVersionCounter(offload, result);
   return result;
 }
@@ -328,7 +356,7 @@ void bringHome(const at::Tensor& fetched) {
 }
 
 c10::Storage fetchStorage(Block& block, Extent extent, c10::Device target) {
-  return {c10::Storage::use_byte_size_t(), extent.bytes(), fetchBytes(block, extent, target), nullptr, false};
+  return storageOf(fetchBytes(block, extent, target), extent);
 }
 
 c10::DataPtr sendHome(const c10::Storage& storage, Extent extent, Purpose purpose, Stream producer, bool locked) {
@@ -354,11 +382,17 @@ void releaseFetched(const at::Tensor& fetched) {
       "torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), which keeps it.");
 }
 
-void refillFetched(const at::Tensor& fetched, const at::Tensor& offload, c10::Device target) {
+Extent fetchedExtent(const at::Tensor& fetched, const at::Tensor& offload) {
+  const FetchedMemory* const memory = fetchedMemory(fetched);
+  return memory == nullptr ? existingExtentOf(offload).aligned() : memory->extent;
+}
+
+void refillFetched(const at::Tensor& fetched, const at::Tensor& offload, Extent extent, c10::Device target) {
   auto& storage = *fetched.storage().unsafeGetStorageImpl();
   if (!compat::isReleased(storage)) return;
   if (fetched.scalar_type() == offload.scalar_type()) {
-    return compat::giveMemory(storage, fetchBytes(offload, existingExtentOf(offload).aligned(), target));
+    existingExtentOf(offload);
+    return compat::giveMemory(storage, fetchBytes(offload, extent, target));
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   at::Tensor cast = fetchCopy(offload, target, fetched.scalar_type());

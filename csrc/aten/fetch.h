@@ -3,6 +3,8 @@
 
 #include "aten/tensors.h"
 
+#include <vector>
+
 namespace offload {
 
 /// Note [Targets of a fetch]
@@ -10,6 +12,9 @@ namespace offload {
 /// names the host itself: the result is an alias of the host bytes, which holds a HostLease that reads. The index of `cpu:i` is the
 /// cache's alone; a tensor that was fetched there is on `cpu`.
 at::Tensor fetchTo(const at::Tensor& offload, c10::Device target);
+
+/// The same for tensors of one storage, in memory that they share as these do: for who may write to them.
+std::vector<at::Tensor> fetchTo(const std::vector<at::Tensor>& offload, c10::Device target);
 
 /// The host bytes themselves as memory of a device, of which an operation that is enqueued next reads so many: Note [Lookups]. To be
 /// given up right after. Undefined where a fetch is due.
@@ -75,8 +80,9 @@ c10::DataPtr sendHome(const c10::Storage& storage, Extent extent, Purpose purpos
 void interceptRecordStream();
 
 /// Drops the memory of a fetched tensor, and fetches it once more, its newest bytes then, to where it was. See Note [Release and
-/// refill].
+/// refill]. The extent is what fetchedExtent() gave before: more than the tensor's own where it shares the memory with others.
 void releaseFetched(const at::Tensor& fetched);
-void refillFetched(const at::Tensor& fetched, const at::Tensor& offload, c10::Device target);
+void refillFetched(const at::Tensor& fetched, const at::Tensor& offload, Extent extent, c10::Device target);
+Extent fetchedExtent(const at::Tensor& fetched, const at::Tensor& offload);
 
 } // namespace offload

@@ -272,6 +272,29 @@ at::Tensor fetch(const at::Tensor& offload, c10::Device target) {
   return callFetch(offload, target);
 }
 
+namespace {
+
+// Of what was fetched below autograd by a call that may come from anywhere.
+void connectIfWanted(const at::Tensor& offload, const at::Tensor& result, c10::Device target) {
+  if (offload.is_inference()) { // as of fetchPlain()
+    if (recordsGraph()) recordFetch(offload, result, target);
+  } else if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality)) {
+    connect(offload, result, target);
+  }
+}
+
+} // namespace
+
+std::vector<at::Tensor> fetch(const std::vector<at::Tensor>& offload, c10::Device target) {
+  std::vector<at::Tensor> results;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    results = fetchTo(offload, target);
+  }
+  for (std::size_t k = 0; k < offload.size(); ++k) connectIfWanted(offload[k], results[k], target);
+  return results;
+}
+
 at::Tensor lookUp(const at::Tensor& offload, c10::Device target, std::size_t reads) {
   // While functorch transforms, levels are its affair.
   if (tracing() || c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return {};
@@ -280,12 +303,7 @@ at::Tensor lookUp(const at::Tensor& offload, c10::Device target, std::size_t rea
     at::AutoDispatchBelowADInplaceOrView below;
     result = readInPlace(offload, target, reads);
   }
-  if (!result.defined()) return {};
-  if (offload.is_inference()) { // as of fetchPlain()
-    if (recordsGraph()) recordFetch(offload, result, target);
-  } else if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality)) {
-    connect(offload, result, target);
-  }
+  if (result.defined()) connectIfWanted(offload, result, target);
   return result;
 }
 

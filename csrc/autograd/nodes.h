@@ -3,10 +3,15 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 namespace offload {
 
 /// An offload tensor on a target of fetchTo(), differentiable.
 at::Tensor fetch(const at::Tensor& offload, c10::Device target);
+
+/// Plain ones of one storage, in memory that they share as these do.
+std::vector<at::Tensor> fetch(const std::vector<at::Tensor>& offload, c10::Device target);
 
 /// The same for an operation that reads so many bytes of it: see readInPlace(). Undefined where a fetch is due.
 at::Tensor lookUp(const at::Tensor& offload, c10::Device target, std::size_t reads);

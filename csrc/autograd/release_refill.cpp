@@ -23,17 +23,17 @@ using torch::autograd::variable_list;
 // The fetched tensors of one call, emptied and refilled together; threads may run the call's nodes at once.
 class Emptied {
  public:
-  Emptied(std::vector<std::pair<at::Tensor, at::Tensor>> fetched, c10::Device target)
+  Emptied(std::vector<ReleaseRefill::Fetched> fetched, c10::Device target)
       : fetched_(std::move(fetched)), target_(target) {}
 
   void empty() {
-    for (const auto& [source, fetched] : fetched_) releaseFetched(fetched);
+    for (const auto& one : fetched_) releaseFetched(one.fetched);
   }
 
   void acquire() {
     std::lock_guard lock(mutex_);
     // Also where another node uses them, or failed to: what could not be fetched then is missing still.
-    for (const auto& [source, fetched] : fetched_) refillFetched(fetched, source, target_);
+    for (const auto& one : fetched_) refillFetched(one.fetched, one.source, one.extent, target_);
     ++users_;
   }
 
@@ -48,7 +48,7 @@ class Emptied {
   std::mutex mutex_;
   int users_ = 0;
   bool kept_ = false;
-  const std::vector<std::pair<at::Tensor, at::Tensor>> fetched_;
+  const std::vector<ReleaseRefill::Fetched> fetched_;
   const c10::Device target_;
 };
 
@@ -106,20 +106,21 @@ std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64
 ReleaseRefill::ReleaseRefill(c10::Device target) : target_(target), firstNode_(at::sequence_number::peek()) {}
 
 void ReleaseRefill::add(const at::Tensor& source, const at::Tensor& fetched) {
-  if (!isCached(target_) || !recordsGraph()) return;
+  if (!isCached(target_) || !recordsGraph() || tracing()) return;
   // What the source holds now: `source.data = ...`, as in module.to(), puts other memory into the same tensor.
-  auto held = tracing() ? source : tensorOver(source.storage(), kOffload, source, source.storage_offset());
-  fetched_.emplace_back(std::move(held), fetched);
+  auto held = tensorOver(source.storage(), kOffload, source, source.storage_offset());
+  const Extent extent = fetchedExtent(fetched, held);
+  fetched_.push_back({std::move(held), fetched, extent});
 }
 
 void ReleaseRefill::finish(const std::vector<at::Tensor>& results) {
   if (!recordsGraph() || tracing() || at::SavedTensorDefaultHooks::get_hooks()) return;
-  std::vector<std::pair<at::Tensor, at::Tensor>> mine;
-  for (const auto& [source, fetched] : fetched_) {
-    const bool aliased = std::any_of(results.begin(), results.end(), [&fetched = fetched](const at::Tensor& result) {
-      return result.defined() && result.has_storage() && result.storage().is_alias_of(fetched.storage());
+  std::vector<Fetched> mine;
+  for (const Fetched& one : fetched_) {
+    const bool aliased = std::any_of(results.begin(), results.end(), [&one](const at::Tensor& result) {
+      return result.defined() && result.has_storage() && result.storage().is_alias_of(one.fetched.storage());
     });
-    if (!aliased) mine.emplace_back(source, fetched);
+    if (!aliased) mine.push_back(one);
   }
   fetched_.clear();
   if (mine.empty()) return;

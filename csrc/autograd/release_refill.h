@@ -1,10 +1,11 @@
 // What an operation saved for backward must not keep fetched weights on the GPU.
 #pragma once
 
+#include "core/extent.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 namespace offload {
@@ -19,6 +20,12 @@ namespace offload {
 /// (checkpointing, save_on_cpu), everything while tracing, and, from a backward on that records a graph, what that graph may need.
 class ReleaseRefill {
  public:
+  struct Fetched {
+    at::Tensor source;
+    at::Tensor fetched;
+    Extent extent; // of the source's storage: what all of the memory was fetched of
+  };
+
   /// For what is fetched to this target.
   explicit ReleaseRefill(c10::Device target);
   void add(const at::Tensor& source, const at::Tensor& fetched);
@@ -32,7 +39,7 @@ class ReleaseRefill {
  private:
   const c10::Device target_;
   const std::uint64_t firstNode_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> fetched_;
+  std::vector<Fetched> fetched_;
 };
 
 } // namespace offload
