@@ -35,6 +35,7 @@ class Aliases {
       auto* key = tensor.storage().unsafeGetStorageImpl();
       auto found = storages_.find(key);
       if (found == storages_.end()) found = storages_.emplace(key, hostAliasStorage(tensor.storage())).first;
+      const ModeOfWritten mode(tensor);
       alias = tensorOver(found->second, c10::kCPU, tensor, tensor.storage_offset());
       // List operations bump the versions of what they write to by themselves.
       shareVersionCounter(tensor, alias);

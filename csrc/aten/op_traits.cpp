@@ -323,6 +323,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
   const auto& schema = op.schema();
   bool writes = false;
   looksUp = isLookup(schema);
+  contracts = schema.name() == "aten::einsum";
   for (const auto& argument : schema.arguments()) {
     ArgumentTraits traits;
     traits.table = looksUp && arguments.empty();
@@ -365,6 +366,10 @@ bool OpTraits::isTrue(int argument, const torch::jit::Stack& stack) const {
 
 bool OpTraits::writesHidden(const torch::jit::Stack& stack) const {
   return trainingArgument < 0 ? updatesStatistics : isTrue(trainingArgument, stack);
+}
+
+bool OpTraits::takenApart(const torch::jit::Stack& stack) const {
+  return decomposes || (contracts && torch::jit::last(stack, arguments.size())[1].toListRef().size() == 1);
 }
 
 bool OpTraits::adds(const torch::jit::Stack& stack) const {

@@ -39,6 +39,7 @@ struct OpTraits {
   bool composite = false; // made of operations that are intercepted too
   bool decomposes = false; // of offload operands alone its parts give what the device gives
   bool convertsDevice = false; // its Device argument says where the result lives
+  bool contracts = false; // tensors of a list, as an equation says
   bool looksUp = false; // reads rows of its first operand: Note [Lookups]
   bool countsFromStorage = false; // its offset is one into the operand's storage, of which it may read all
   int trainingArgument = -1; // a bool that says whether hidden writes happen
@@ -49,6 +50,9 @@ struct OpTraits {
 
   Operands operands(const torch::jit::Stack& stack) const;
   bool writesHidden(const torch::jit::Stack& stack) const;
+  /// Whether a call with offload operands alone is left to its parts: all of an operation that decomposes, and a contraction of one
+  /// tensor, which is a view of it or a sum.
+  bool takenApart(const torch::jit::Stack& stack) const;
   /// Whether a movement is called so that it computes.
   bool adds(const torch::jit::Stack& stack) const;
   /// Of one that converts devices: whether its Device argument names another than its operand's. Then it is a copy between them.

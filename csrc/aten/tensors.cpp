@@ -98,6 +98,12 @@ at::Tensor offloadTensor(c10::DataPtr data, at::IntArrayRef sizes, at::IntArrayR
   return result;
 }
 
+ModeOfWritten::ModeOfWritten(const at::Tensor& written) {
+  if (!c10::InferenceMode::is_enabled() || written.is_inference()) return;
+  inference_.emplace(false);
+  noGrad_.emplace();
+}
+
 void shareVersionCounter(const at::Tensor& from, const at::Tensor& to) {
   if (from.is_inference() || to.is_inference()) return;
   to.unsafeGetTensorImpl()->set_version_counter(from.unsafeGetTensorImpl()->version_counter());

@@ -4,6 +4,10 @@
 #include "aten/context.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <optional>
 
 namespace offload {
 
@@ -33,6 +37,16 @@ at::Tensor emptyOffload(
 
 /// A tensor that is all of a Block's memory.
 at::Tensor offloadTensor(c10::DataPtr data, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
+
+/// While it lives, tensors are made that count writes as one that is written to does: in inference mode too, where that isn't of it.
+class ModeOfWritten {
+ public:
+  explicit ModeOfWritten(const at::Tensor& written);
+
+ private:
+  std::optional<c10::InferenceMode> inference_;
+  std::optional<at::NoGradGuard> noGrad_; // which leaving inference mode would end
+};
 
 /// Lets an in-place write to either tensor be seen by what autograd saved of the other.
 void shareVersionCounter(const at::Tensor& from, const at::Tensor& to);

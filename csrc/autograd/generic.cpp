@@ -59,9 +59,24 @@ at::Tensor unexpanded(at::Tensor tensor, at::IntArrayRef strides) {
 }
 
 // What is expanded stays so: whether an operation may write to that is for the operation to say.
-at::Tensor workFor(const at::Tensor& value) {
+at::Tensor workFor(const at::Tensor& value, const at::Tensor& source) {
+  const ModeOfWritten mode(source);
   const at::Tensor one = unexpanded(value, value.strides());
   return one.is_same(value) ? value.clone() : one.clone().expand(value.sizes());
+}
+
+// More than bytes, that are given away with them: a tangent, or a level of functorch's.
+bool hasMore(const at::Tensor& tensor) {
+  return tensor.key_set().has(DispatchKey::FuncTorchGradWrapper) || tensor._fw_grad(0).defined();
+}
+
+bool anyHasMore(const OpTraits& traits, Stack& stack) {
+  bool any = false;
+  replaceTensors(traits, stack, [&any](const at::Tensor& tensor, const ArgumentTraits& /*argument*/) {
+    any = any || hasMore(tensor);
+    return at::Tensor();
+  });
+  return any;
 }
 
 void copyBack(const Written& written, c10::Device computed) {
@@ -80,7 +95,8 @@ void copyBack(const Written& written, c10::Device computed) {
     if (written.work.is_non_overlapping_and_dense()) written.source.as_strided_(written.work.sizes(), written.work.strides());
   }
   const bool recorded = recordsGraph() && (written.source.requires_grad() || written.work.requires_grad());
-  const bool replaced = !recorded && !tracing() && replaceValue(written.source, written.work, computed);
+  const bool bytesAlone = !tracing() && !hasMore(written.source) && !hasMore(written.work);
+  const bool replaced = !recorded && bytesAlone && replaceValue(written.source, written.work, computed);
   if (!replaced && !rewrite(written.source, written.work, computed)) {
     const auto strides = written.source.strides();
     unexpanded(written.source, strides).copy_(unexpanded(written.work, strides));
@@ -141,7 +157,7 @@ void callFetched(
     const bool lowered = lower && !argument.written && needsLowering(tensor, *lower);
     auto value = lowered ? fetchLowered(tensor, placement.compute, *lower) : fetch(tensor, placement.compute);
     if (written) {
-      writes.push_back({tensor, workFor(value), argument});
+      writes.push_back({tensor, workFor(value, tensor), argument});
       return writes.back().work;
     }
     const bool saved = !(argument.table && reads);
@@ -267,7 +283,7 @@ class AutogradKernel final : public c10::OperatorKernel {
     // Its parts are intercepted. A write is made whole where its target was born, not in parts here and there.
     const bool late = late_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
     const bool whole = operands.foreign || (traits_->effect == Effect::InPlace && !late);
-    if ((traits_->decomposes || late) && !whole) return below_.callBoxed(op, keys, stack);
+    if ((traits_->takenApart(*stack) || late) && !whole) return below_.callBoxed(op, keys, stack);
     const Placement placement = placeAboveAutograd(operands, placedEffect(*traits_, *stack));
     // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.
     // Beside tensors of the device that computes it is written on what is fetched; while tracing always, as the fake tensors below see
@@ -276,7 +292,8 @@ class AutogradKernel final : public c10::OperatorKernel {
     if (traits_->effect == Effect::InPlace && (placement.toOffload || !fetched)) {
       // A composite one has none, and is traced in its parts.
       const bool recorded = recordsGraph() && operands.requiresGrad;
-      if (!traits_->composite || tracing() || recorded) return below_.callBoxed(op, keys, stack);
+      if (!traits_->composite || tracing() || recorded || anyHasMore(*traits_, *stack))
+        return below_.callBoxed(op, keys, stack);
       return runBelowAutograd(op, *traits_, operands, *stack);
     }
     runFetched(op, *traits_, placement, *stack);
@@ -320,7 +337,7 @@ class BackendKernel final : public c10::OperatorKernel {
       return below_.callBoxed(op, keys, stack);
     }
     const bool whole = operands.foreign || traits_->effect == Effect::InPlace;
-    if (traits_->decomposes && !whole) return composed_.callBoxed(op, keys, stack);
+    if (traits_->takenApart(*stack) && !whole) return composed_.callBoxed(op, keys, stack);
     runBelowAutograd(op, *traits_, operands, *stack);
   }
 

@@ -23,8 +23,7 @@ using torch::autograd::variable_list;
 // The fetched tensors of one call, emptied and refilled together; threads may run the call's nodes at once.
 class Emptied {
  public:
-  Emptied(std::vector<ReleaseRefill::Fetched> fetched, c10::Device target)
-      : fetched_(std::move(fetched)), target_(target) {}
+  Emptied(std::vector<ReleaseRefill::Fetched> fetched, c10::Device target) : fetched_(std::move(fetched)), target_(target) {}
 
   void empty() {
     for (const auto& one : fetched_) releaseFetched(one.fetched);

@@ -205,10 +205,9 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<c10::Device>())
       .def("add", &ReleaseRefill::add)
       .def("finish", &ReleaseRefill::finish);
-  m.def(
-      "fetch_together", torch::wrap_pybind_function_no_gil([](const std::vector<at::Tensor>& tensors, c10::Device target) {
-        return fetch(tensors, target);
-      }));
+  m.def("fetch_together", torch::wrap_pybind_function_no_gil([](const std::vector<at::Tensor>& tensors, c10::Device target) {
+          return fetch(tensors, target);
+        }));
   m.def("before_change", &beforeChange, py::call_guard<py::gil_scoped_release>());
   m.def("is_fetched", &isFetched);
   m.def("bring_home", &bringHome, py::call_guard<py::gil_scoped_release>());

@@ -362,3 +362,28 @@ def test_out_gets_the_strides_of_the_result(operand):
     torch.mul(x, 2, out=out)
     assert out.stride() == x.stride()
     assert_same(out, x * 2)
+
+
+def test_a_resize_to_the_same_size_keeps_the_strides():
+    def run(device):
+        transposed = data(2, 3, device=device).t()
+        expanded = data(3, device=device).expand(4, 3)
+        transposed.resize_(3, 2)
+        expanded.resize_as_(torch.empty(4, 3, device=device))
+        restrided = data(1, 2, 3, 4, device=device).resize_(1, 2, 3, 4, memory_format=torch.channels_last)
+        return [(t, t.stride(), t.untyped_storage().nbytes()) for t in (transposed, expanded)], restrided.stride()
+
+    same(run)
+
+
+@pytest.mark.parametrize("equation", ["ii->i", "ij->ji", "ij", "ij->i", "...j->j..."])
+def test_a_contraction_of_one_tensor_is_a_view_where_it_is_one_elsewhere(equation):
+    def run(device):
+        a = data(4, 4, device=device).requires_grad_()
+        result = torch.einsum(equation, a)
+        result.sum().backward()
+        with torch.no_grad():
+            torch.einsum(equation, a).zero_()
+        return result.stride(), result._is_view(), a, a.grad
+
+    same(run)

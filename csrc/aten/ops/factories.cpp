@@ -47,9 +47,11 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::opt
   // Both throw before anything has changed.
   at::detail::check_size_nonnegative(sizes);
   at::detail::computeStorageNbytesContiguous(sizes, impl.itemsize(), impl.storage_offset());
-  impl.set_sizes_contiguous(sizes);
-  if (format && *format != at::MemoryFormat::Preserve) impl.empty_tensor_restride(*format);
-  growStorage(impl);
+  const bool resizes = impl.sizes() != sizes; // or the strides stay, too
+  const bool restrides = format && *format != at::MemoryFormat::Preserve;
+  if (resizes) impl.set_sizes_contiguous(sizes);
+  if (restrides) impl.empty_tensor_restride(*format);
+  if (resizes || restrides) growStorage(impl);
   return self;
 }
 
