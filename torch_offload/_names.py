@@ -6,11 +6,20 @@ import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_offload import _C
+from torch_offload._wrappers import is_offload
+
+_PLAIN = "".join(chr(code) for code in range(32, 127) if chr(code) not in '"\\%')
+
+
+def escaped(name: str) -> str:
+    """A name as profilers can write it, ``urllib.parse.unquote``'s inverse: these take printable ASCII without quotes."""
+    return quote(name, safe=_PLAIN)
 
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -28,14 +37,23 @@ def name_tensors(module: torch.nn.Module, prefix: str = "", replace: bool = True
         if tensor.device.type != "offload":
             continue
         for part_name, part in _parts(name, tensor):
-            _C.name_tensor(part, part_name, replace)
+            _C.name_tensor(part, escaped(part_name), replace)
+
+
+def _is_made(module: torch.nn.Module) -> bool:
+    """Another thread may be about to, or an exception has ended it."""
+    return all(name in vars(module) for name in ("_modules", "_parameters", "_buffers"))
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())
 
 
 def name_all_modules() -> None:
     """The same for every module that is no part of another one; with their class in front where there are several."""
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module) and _is_made(thing)]
     parts = {id(child) for module in modules for child in module.children()}
-    roots = [module for module in modules if id(module) not in parts and any(p.is_offload for p in module.parameters())]
+    roots = [module for module in modules if id(module) not in parts and any(map(is_offload, _tensors(module)))]
     for module in roots:
         name_tensors(module, type(module).__name__ if len(roots) > 1 else "")
 

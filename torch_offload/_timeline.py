@@ -12,6 +12,7 @@ import bisect
 import re
 from collections import defaultdict
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 Event = dict[str, Any]
 
@@ -67,8 +68,9 @@ def _describe(event: Event) -> bool:
     match = _RANGE.fullmatch(event["name"])
     if match is None:
         return False
-    event["name"] = f"offload::{match[1]} {match[2]}"
-    event.setdefault("args", {}).update(activity=match[1], tensor=match[2], bytes=int(match[3]))
+    tensor = unquote(match[2])
+    event["name"] = f"offload::{match[1]} {tensor}"
+    event.setdefault("args", {}).update(activity=match[1], tensor=tensor, bytes=int(match[3]))
     return True
 
 

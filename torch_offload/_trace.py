@@ -47,7 +47,8 @@ def trace(path: str | os.PathLike, model: torch.nn.Module | None = None) -> Iter
     Yields:
         The ``torch.profiler.profile`` object.
     """
-    Path(path).touch()  # what can't be written is known before anything runs
+    path = Path(path).absolute()  # wherever the program goes meanwhile
+    path.touch()  # what can't be written is known before anything runs
     name_all_modules() if model is None else name_tensors(model)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     synchronize()  # what was asked for before is neither seen nor counted
@@ -66,7 +67,7 @@ def trace(path: str | os.PathLike, model: torch.nn.Module | None = None) -> Iter
             counts = {key: count - before[key] for key, count in _moved().items()}
             _C.look_at_host_work(False)  # of which nothing may go on while the profiler stops
             profiler.stop()
-            _write(profiler, Path(path), counts)
+            _write(profiler, path, counts)
 
 
 def _write(profiler: profile, path: Path, counts: dict[str, int]) -> None:

@@ -192,6 +192,45 @@ def test_names_are_found_without_being_told(tmp_path):
 
 
 @cached
+def test_names_that_a_profiler_can_not_write(tmp_path):
+    names = ['say "hi"', "größe", "日本", "tab\there", "back\\slash", "50% of it", "a b"]
+    model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in names}).to("offload")
+    events, _ = traced(tmp_path / "t.json", lambda: [model[name](data(4, 8)) for name in names], model=model)
+    named = {event["args"]["tensor"] for event in of(events, "fetch", "hit")}
+    assert named == {f"{name}.weight" for name in names}
+
+
+def test_modules_that_are_not_made_yet_have_no_part_in_it(tmp_path):
+    class Half(nn.Module):
+        def __init__(self, kept):
+            kept.append(self)
+
+    kept = []
+    Half(kept)
+    assert len(kept) == 1
+    traced(tmp_path / "t.json", lambda: None)
+
+
+@cached
+def test_names_of_modules_with_buffers_alone(tmp_path):
+    packed = nn.Module()
+    packed.register_buffer("packed", torch.ones(4, 8, device="offload"))
+    gc.collect()
+    events, _ = traced(tmp_path / "t.json", lambda: data(4, 8) * packed.packed)
+    assert all(event["args"]["tensor"].endswith("packed") for event in of(events, "fetch", "hit"))
+    assert of(events, "fetch", "hit")
+
+
+def test_the_file_is_where_the_program_was(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with torch_offload.trace("t.json"):
+        monkeypatch.chdir(tmp_path / "other")
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert not (tmp_path / "other" / "t.json").exists()
+
+
+@cached
 def test_a_name_goes_with_its_storage(tmp_path):
     model = nn.Linear(8, 8).to("offload")
     address = model.weight.untyped_storage().data_ptr()
