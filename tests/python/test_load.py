@@ -232,6 +232,35 @@ def test_the_bar(tmp_path, capsys):
     assert "load: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("progress", [None, False, True])
+def test_the_bar_where_the_error_output_is_another(tmp_path, monkeypatch, progress):
+    class Lines(list):
+        def write(self, text):
+            self.append(text)
+
+        def flush(self):
+            pass
+
+    path, lines = write(tmp_path / "x.safetensors", {"a": at(CPU, 1000)}), Lines()
+    monkeypatch.setattr("sys.stderr", lines)
+    assert torch_offload.load(path, progress=progress)["a"].shape == (1000,)
+    assert ("load" in "".join(lines)) == (progress is True)
+    closed = (tmp_path / "log").open("w")
+    closed.close()
+    monkeypatch.setattr("sys.stderr", closed)
+    assert torch_offload.load(path, progress=None if progress else progress)["a"].shape == (1000,)
+
+
+def test_metadata_that_is_null(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"a": at(CPU, 4)})
+    contents = path.read_bytes()
+    length = int.from_bytes(contents[:8], "little")
+    header = json.loads(contents[8 : 8 + length]) | {"__metadata__": None}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + contents[8 + length :])
+    assert_same(torch_offload.load(path)["a"], at(CPU, 4))
+
+
 # For a program: what work adds to the memory of the process's own, at most and in the end. Pages of a file that the system
 # caches are not among it.
 WATCHED = """

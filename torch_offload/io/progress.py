@@ -6,6 +6,14 @@ import time
 from typing import Any
 
 
+def _is_terminal(stream: Any) -> bool:
+    """Not every program's error output can tell, or is open."""
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
 class Progress(contextlib.AbstractContextManager):
     """Counts bytes up to a total.
 
@@ -15,7 +23,7 @@ class Progress(contextlib.AbstractContextManager):
     """
 
     def __init__(self, total: int, shown: bool | None) -> None:
-        terminal = sys.stderr is not None and sys.stderr.isatty()
+        terminal = _is_terminal(sys.stderr)
         self._shown = total > 0 and sys.stderr is not None and (terminal if shown is None else shown)
         self._total = total
         self._done = 0

@@ -66,8 +66,10 @@ def read_header(file: _C.File) -> Contents:
         raise refuse(f"its header is {error}") from None
     if not isinstance(header, dict):
         raise refuse("its header is JSON, but no object")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
         raise refuse("__metadata__ is no object of strings")
     entries = {}
     for name, item in header.items():
