@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -12,16 +13,22 @@ from typing import Any
 class _OnceImported(MetaPathFinder):
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self._name, self._change = name, change
+        self._asks = threading.local()  # the others, and itself again
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or hasattr(self._asks, "now"):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asks.now = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            del self._asks.now
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_change(module: ModuleType) -> None:
+                if self in sys.meta_path:  # until now, as a spec may be asked for by who imports nothing
+                    sys.meta_path.remove(self)
                 execute(module)
                 self._change(module)
 
