@@ -7,11 +7,14 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
+from torch_offload import _C
+from torch_offload._wrappers import is_offload
+
 
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def export(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == "offload":
+        if _C.in_use() and is_offload(self):
             raise BufferError(
                 f"offload: a tensor of shape {list(self.shape)} on {self.device} can't be handed over through DLPack, which "
                 "has no such device; hand over a copy, tensor.cpu()."

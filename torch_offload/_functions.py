@@ -265,7 +265,7 @@ def register() -> None:
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         run = super(single, cls).apply
-        if not any(map(is_offload, args)) or _is_left_alone(cls):
+        if not _C.in_use() or not any(map(is_offload, args)) or _is_left_alone(cls):
             return run(*args, **kwargs)
         _watch_gradients()
         # Of functorch's own classes the operands are wrapped, and what they do is fetched for further down.

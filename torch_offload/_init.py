@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from torch_offload import _C
 from torch_offload._scopes import on_host
+from torch_offload._wrappers import is_offload
 
 
 def _hosted(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(function)
     def initialize(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = args[0] if args else kwargs.get("tensor")
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "offload":
+        if not (torch.compiler.is_dynamo_compiling() or _C.in_use()) or not is_offload(tensor):
             return function(*args, **kwargs)
         with on_host():
             return function(*args, **kwargs)

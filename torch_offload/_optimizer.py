@@ -41,7 +41,7 @@ def _hosted(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def step_on_host(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # A compiled step is part of its graph, which computes on the device.
-        if torch.compiler.is_dynamo_compiling() or not _holds_offload(self):
+        if torch.compiler.is_dynamo_compiling() or not _C.in_use() or not _holds_offload(self):
             return step(self, *args, **kwargs)
         _optimizer_steps.install()
         if place is not None and len(args) > place and callable(args[place]):

@@ -16,7 +16,7 @@ from torch_offload import _C
 
 
 def _claim_module(module: torch.nn.Module) -> None:
-    _C.claim((module._parameters, module._buffers), "parameter")
+    _C.claim((vars(module).get("_parameters"), vars(module).get("_buffers")), "parameter")
 
 
 def _after(name: str, claim: Callable[..., None]) -> None:
@@ -25,7 +25,7 @@ def _after(name: str, claim: Callable[..., None]) -> None:
     @functools.wraps(original)
     def method(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if not torch.compiler.is_dynamo_compiling():  # which cannot trace a claim
+        if not torch.compiler.is_dynamo_compiling() and _C.in_use():  # it cannot trace a claim
             claim(self, *args, **kwargs)
         return result
 
@@ -34,7 +34,8 @@ def _after(name: str, claim: Callable[..., None]) -> None:
 
 def _claim_all(module: torch.nn.Module, *_: Any, **__: Any) -> None:
     _claim_module(module)
-    gradients = [p.grad for p in module._parameters.values() if p is not None and p.grad is not None]
+    parameters = vars(module).get("_parameters") or {}  # a class's own __getstate__ may leave them out
+    gradients = [p.grad for p in parameters.values() if p is not None and p.grad is not None]
     _C.claim(gradients, "gradient")
 
 

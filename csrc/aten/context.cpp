@@ -120,6 +120,10 @@ Context* Context::ifCreated() noexcept {
   return theContext.load(std::memory_order_acquire);
 }
 
+bool Context::inUse() noexcept {
+  return ifCreated() != nullptr && !forkedAfterUse.load(std::memory_order_relaxed);
+}
+
 Context::Context(const Settings& settings) {
   const std::string& name = settings.link;
   TORCH_CHECK(

@@ -55,6 +55,8 @@ class Context {
   static void atFirstUse(std::function<void()> task);
   /// Null before first use; for what must not create one (statistics, deleters, exit).
   static Context* ifCreated() noexcept;
+  /// Whether there is one that this process may use: not in a child of fork() for which get() throws.
+  static bool inUse() noexcept;
 
   Backend backend() const noexcept {
     return backend_;

@@ -180,7 +180,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("device_count", [] { return static_cast<int>(deviceCount()); });
   m.def("current_device", [] { return static_cast<int>(currentIndex()); });
   m.def("set_device", [](int index) { setCurrentIndex(static_cast<c10::DeviceIndex>(checkedIndex(index))); });
-  m.def("in_use", [] { return Context::ifCreated() != nullptr; });
+  m.def("in_use", &Context::inUse);
   m.def("backend", [] {
     switch (context().backend()) {
       case Backend::Cuda:

@@ -140,6 +140,38 @@ def test_fork_after_use_beside_a_device_is_refused_in_one_sentence():
     assert out.splitlines()[-1] == "6.0"
 
 
+@pytest.mark.skipif(HOST, reason="plain host memory survives a fork")
+def test_a_child_that_has_no_offload_tensors_may_go_on():
+    """As a worker does that loads data."""
+    program = """
+        import os, torch, torch_offload
+        w = torch.ones(3, device="offload")
+        w.sum().item()
+        pid = os.fork()
+        if pid == 0:
+            assert not torch_offload._C.in_use()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+            torch.set_num_threads(1)
+            x = torch.ones(3, requires_grad=True)
+            with torch.autograd.set_multithreading_enabled(False):
+                (x * x).sum().backward()
+            torch.optim.SGD([x], lr=0.5).step()
+            os._exit(5 if x.tolist() == [0, 0, 0] else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """
+    assert passes(program) == "5\n"
+
+
+def test_a_compiled_function_without_offload_tensors_makes_no_device_used():
+    program = """
+        import torch, torch_offload
+        assert torch.compile(lambda x: x.sin() + 1)(torch.zeros(3)).tolist() == [1, 1, 1]
+        print(torch_offload._C.in_use())
+    """
+    assert passes(program) == "False\n"
+
+
 def test_fork_before_use():
     assert passes(
         """

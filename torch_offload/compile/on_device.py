@@ -210,6 +210,9 @@ class OnDevice(CustomGraphModulePass):
         graph_module.recompile()
 
     def uuid(self) -> bytes:
-        """Of all that decides on what ends up in a cache: this package, some of which is traced, and where it computes."""
+        """Of all that decides on what ends up in a cache: this package, some of which is traced, and where it computes.
+
+        Inductor asks for every graph, also of programs without offload tensors.
+        """
         files = [*sorted(Path(__file__).parents[1].rglob("*.py")), _C.__file__]
-        return get_hash_for_files(tuple(map(str, files))) + str(_C.paired_device(0)).encode()
+        return get_hash_for_files(tuple(map(str, files))) + (str(_C.paired_device(0)) if _C.in_use() else "").encode()
