@@ -160,6 +160,7 @@ Token EventPool::record(Stream stream) {
     record->recordedEvent();
   } catch (const Error&) {
     // Whoever asks the token learns of it. The work is enqueued, so it must not be left without one.
+    record->begun = true; // an event could not be had, maybe, and its place is behind us all the same
   }
   return Token(std::move(record));
 }

@@ -29,6 +29,10 @@ class CountingLink final : public FaultLink {
     }
     FaultLink::record(event, stream);
   }
+  std::uint64_t captureOf(Stream stream) override {
+    return capture != 0 ? capture : FaultLink::captureOf(stream);
+  }
+  std::uint64_t capture = 0; // of all streams
   std::atomic<int> events{0};
   std::atomic<int> waits{0};
   std::atomic<bool> hold{false};
@@ -205,6 +209,22 @@ TEST(Token, OfARefusedEventIsRecordedWhenItIsAsked) {
     EXPECT_EQ(rig.link.failures(), 1U);
     token.wait();
     EXPECT_TRUE(ran);
+  }
+}
+
+TEST(Token, OfARefusedEventBecomesNoPartOfACapture) {
+  for (const std::uint64_t refused : {1, 2}) {
+    TokenRig rig;
+    rig.link.fail(refused);
+    const Token token = rig.pool.record(rig.one);
+    EXPECT_EQ(rig.link.failures(), 1U);
+    rig.link.capture = 7;
+    EXPECT_THROW(token.orderBefore(rig.two), Error);
+    EXPECT_THROW(token.done(), Error);
+    EXPECT_EQ(rig.link.waits, 0);
+    rig.link.capture = 0;
+    token.orderBefore(rig.two);
+    EXPECT_EQ(rig.link.waits, 1);
   }
 }
 
