@@ -391,7 +391,9 @@ void refillFetched(const at::Tensor& fetched, const at::Tensor& offload, Extent 
   auto& storage = *fetched.storage().unsafeGetStorageImpl();
   if (!compat::isReleased(storage)) return;
   if (fetched.scalar_type() == offload.scalar_type()) {
-    existingExtentOf(offload);
+    TORCH_CHECK(
+        extent.end <= offload.storage().nbytes(), "offload: a tensor of shape ", offload.sizes(), " needs ", extent.end,
+        " bytes of its storage, which has ", offload.storage().nbytes(), "; the storage was resized or freed.");
     return compat::giveMemory(storage, fetchBytes(offload, extent, target));
   }
   const at::AutoDispatchBelowADInplaceOrView below;

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import at, data, same
+from helpers import CACHED, OFFLOAD, at, data, same, says
 
 import torch_offload
 
@@ -78,3 +78,23 @@ def test_gradients_of_views_of_one_storage():
         return y, x.grad, w.grad
 
     same(run)
+
+
+@pytest.mark.skipif(not CACHED, reason="what is lent is the host's memory")
+def test_a_storage_that_shrinks_before_backward():
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, one, other):
+            ctx.save_for_backward(x, one, other)
+            return x * one.sum() + other.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            _, one, _ = ctx.saved_tensors
+            return gradient * one.sum(), None, None
+
+    w, x = at(OFFLOAD, 100), data(3).requires_grad_()
+    y = Sum.apply(x, w[:10], w[20:30])
+    w.untyped_storage().resize_(60)
+    sentence = "offload: a tensor of shape [10] needs 120 bytes of its storage, which has 60; the storage was resized or freed."
+    says(RuntimeError, sentence, lambda: y.sum().backward())
