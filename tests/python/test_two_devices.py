@@ -227,6 +227,7 @@ def test_each_has_a_budget():
     assert count("device.staying_bytes.current") == [64 * 64 * 4] * 2
 
 
+@pytest.mark.skipif("TORCH_OFFLOAD_PINNED_LIMIT" in os.environ, reason="only page-locked memory is read in place")
 def test_a_table_is_read_in_place_where_its_own_device_has_no_room():
     torch_offload.set_budget(2 * 16_384 * 64 * 4)
     tables = [[torch.nn.Embedding(16_384, 64, device=home) for _ in range(1 + 2 * k)] for k, home in enumerate(HOMES)]
