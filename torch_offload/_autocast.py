@@ -1,8 +1,9 @@
 """Autocast: ``offload`` answers for the device that computes.
 
 ``torch.autocast("offload")`` is the autocast of that device, and within that device's autocast
-``torch.is_autocast_enabled("offload")`` is true: code that asks for the device of its inputs (checkpointing) finds what it
-needs. What ``torch.amp.custom_fwd`` casts for a function on that device, it casts of offload tensors, too.
+``torch.is_autocast_enabled("offload")`` is true, unless the region was entered before the process had offload tensors: code
+that asks for the device of its inputs (checkpointing) finds what it needs. What ``torch.amp.custom_fwd`` casts for a function
+on that device, it casts of offload tensors, too.
 """
 
 import functools
