@@ -105,7 +105,7 @@ ORDER = [
     "test_views_storage.py",
 ]
 
-TWO_DEVICES = ["test_two_devices.py", "test_random_programs.py", "test_saved_automatic.py"]
+TWO_DEVICES = ["test_two_devices.py", "test_two_devices_files.py", "test_random_programs.py", "test_saved_automatic.py"]
 
 RUNS = {
     "budgets and orders": (CACHE, {"TORCH_OFFLOAD_SEED": "9", **VALIDATE}),
