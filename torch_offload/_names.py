@@ -17,7 +17,7 @@ from torch_offload._wrappers import is_offload
 _PLAIN = "".join(chr(code) for code in range(32, 127) if chr(code) not in '"\\%')
 
 
-def escaped(name: str) -> str:
+def _escaped(name: str) -> str:
     """A name as profilers can write it, ``urllib.parse.unquote``'s inverse: these take printable ASCII without quotes."""
     return quote(name, safe=_PLAIN)
 
@@ -34,10 +34,10 @@ def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 def name_tensors(module: torch.nn.Module, prefix: str = "", replace: bool = True) -> None:
     """Names the offload parameters and buffers of a module; ``replace`` says what becomes of names that they have."""
     for name, tensor in itertools.chain(module.named_parameters(prefix), module.named_buffers(prefix)):
-        if tensor.device.type != "offload":
+        if not is_offload(tensor):
             continue
         for part_name, part in _parts(name, tensor):
-            _C.name_tensor(part, escaped(part_name), replace)
+            _C.name_tensor(part, _escaped(part_name), replace)
 
 
 def _is_made(module: torch.nn.Module) -> bool:

@@ -12,14 +12,11 @@ from torch.optim.optimizer import Optimizer
 from torch_offload import _C, _optimizer_steps
 from torch_offload._purposes import claim_state
 from torch_offload._scopes import on_host
+from torch_offload._wrappers import is_offload
 
 
 def _holds_offload(optimizer: Optimizer) -> bool:
-    return any(
-        getattr(parameter, "device", None) is not None and parameter.device.type == "offload"
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    return any(is_offload(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _outside(closure: Callable[..., Any]) -> Callable[..., Any]:
