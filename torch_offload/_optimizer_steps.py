@@ -107,10 +107,12 @@ class _Lists:
     def order(self) -> Iterable[int]:
         """Backward makes the last gradient first. But what shares memory with another parameter is in the loop's order."""
         count = len(self._given[0])
-        found: dict[int, int] = {}  # by storage: who has it
+        found: dict[int, int] = {}  # by storage: who has it; no parameter has that of a sparse gradient
         for index in range(count):
             for value in self.row(index):
-                if isinstance(value, Tensor) and found.setdefault(value.untyped_storage()._cdata, index) != index:
+                if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                    continue
+                if found.setdefault(value.untyped_storage()._cdata, index) != index:
                     return range(count)
         return reversed(range(count))
 

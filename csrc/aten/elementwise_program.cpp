@@ -61,15 +61,17 @@ bool overlap(const at::Tensor& one, const at::Tensor& other) {
 } // namespace
 
 bool ElementwiseProgram::fits(const std::vector<at::Tensor>& operands) {
-  return std::all_of(operands.begin(), operands.end(), [&operands](const at::Tensor& operand) {
-    const at::Tensor& first = operands.front();
+  if (operands.empty()) return true;
+  const auto alike = [&first = operands.front()](const at::Tensor& operand) {
     return isOffload(operand) && operand.layout() == c10::kStrided && operand.has_storage() && !operand.is_conj() &&
         !operand.is_neg() && !operand.unsafeGetTensorImpl()->is_python_dispatch() && operand.sizes() == first.sizes() &&
-        operand.strides() == first.strides() && operand.is_non_overlapping_and_dense() &&
-        std::none_of(operands.begin(), operands.end(), [&operand](const at::Tensor& other) {
-             return &other != &operand && overlap(operand, other);
-           });
-  });
+        operand.strides() == first.strides() && operand.is_non_overlapping_and_dense();
+  };
+  const auto apart = [&operands](const at::Tensor& operand) {
+    return std::ranges::none_of(
+        operands, [&operand](const at::Tensor& other) { return &other != &operand && overlap(operand, other); });
+  };
+  return std::ranges::all_of(operands, alike) && std::ranges::all_of(operands, apart);
 }
 
 void ElementwiseProgram::run(

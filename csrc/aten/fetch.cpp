@@ -4,6 +4,7 @@
 #include "aten/lookup.h"
 #include "aten/needless_work.h"
 #include "aten/refusals.h"
+#include "aten/sparse.h"
 #include "compat/released_storage.h"
 #include "core/error.h"
 
@@ -95,7 +96,7 @@ void checkTarget(c10::Device target) {
 
 // A leaf that a user made without a module: what requires gradients, and no operation has made, is a parameter.
 void claimLeaf(const at::Tensor& offload) {
-  if (!offload.requires_grad() || offload.storage().nbytes() == 0) return;
+  if (!offload.requires_grad() || offload.is_sparse() || offload.storage().nbytes() == 0) return;
   Block& block = blockOf(offload.storage());
   if (block.purpose == Purpose::Temporary && offload.is_leaf()) Context::get().accounts().claim(block, Purpose::Parameter);
 }
@@ -135,7 +136,7 @@ c10::Device checkedTarget(const at::Tensor& offload, c10::Device target) {
   if (target == c10::Device(c10::kCUDA) && backend == Backend::Cuda)
     target = c10::impl::getDeviceGuardImpl(c10::kCUDA)->getDevice();
   checkTarget(target);
-  checkDense(offload);
+  checkLayout(offload);
   claimLeaf(offload);
   return target;
 }
@@ -168,7 +169,10 @@ at::Tensor fetchTo(const at::Tensor& offload, c10::Device target) {
   target = checkedTarget(offload, target);
   const ModeOf mode(offload);
   at::Tensor result;
-  if (isCached(target)) {
+  if (isSparse(offload)) {
+    const auto [indices, values] = partsOf(offload);
+    result = sparseOf({fetchTo(indices, target), fetchTo(values, target)}, offload);
+  } else if (isCached(target)) {
     const Extent extent = existingExtentOf(offload).aligned();
     countExcess(offload, extent.bytes());
     result = tensorOf(storageOf(fetchBytes(offload, extent, target), extent), extent, target, offload);
@@ -244,10 +248,24 @@ at::Tensor stashOnHost(
   return result;
 }
 
+// Whoever has made the tensor may have taken its parts from another one, or from the tensor's maker.
+at::Tensor stashParts(
+    const at::Tensor& sparse, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf, bool give) {
+  const auto [indices, values] = partsOf(sparse);
+  const auto stashed = [&](const at::Tensor& part, const void* of) {
+    const bool given = give && part.storage().use_count() == 1;
+    return given ? stashResult(part, home, computed, purpose, of) : stashCopy(part, home, computed, purpose, of);
+  };
+  auto result = sparseOf({stashed(indices, nullptr), stashed(values, gradientOf)}, sparse);
+  if (give) shareVersionCounter(sparse, result);
+  return result;
+}
+
 } // namespace
 
 at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf) {
-  checkDense(value);
+  checkLayout(value);
+  if (isSparse(value)) return stashParts(value, home, computed, purpose, gradientOf, false);
   if (!isCached(computed) || value.numel() == 0 || value._is_zerotensor()) {
     return stashOnHost(value, home, computed, purpose, gradientOf);
   }
@@ -263,7 +281,8 @@ at::Tensor stashCopy(const at::Tensor& value, c10::Device home, c10::Device comp
 
 at::Tensor stashResult(
     const at::Tensor& value, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf) {
-  checkDense(value);
+  checkLayout(value);
+  if (isSparse(value)) return stashParts(value, home, computed, purpose, gradientOf, true);
   Context& context = Context::get();
   const auto& storage = value.storage();
   const bool onDevice = isCached(computed);
@@ -301,6 +320,10 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Devic
 }
 
 bool isFetched(const at::Tensor& tensor) {
+  if (isSparse(tensor)) {
+    const auto [indices, values] = partsOf(tensor);
+    return isFetched(indices) || isFetched(values);
+  }
   if (!tensor.has_storage()) return false;
   const auto deleter = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter();
   return deleter == &deleteFetched || deleter == &AliasedMemory::remove || deleter == &MemoryInPlace::remove;

@@ -1,7 +1,9 @@
 #include "aten/host_kernel.h"
 
+#include "aten/fetch.h"
 #include "aten/generator.h"
 #include "aten/host_update.h"
+#include "aten/sparse.h"
 #include "aten/tensors.h"
 
 #include <unordered_map>
@@ -16,10 +18,17 @@ class Aliases {
   void take(const OpTraits& traits, torch::jit::Stack& stack) {
     std::unordered_map<const c10::StorageImpl*, std::pair<at::Tensor, bool>> storages;
     replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& argument) {
-      if (isOffload(tensor)) {
-        auto& entry = storages[tensor.storage().unsafeGetStorageImpl()];
-        entry.first = tensor;
+      const auto add = [&](const at::Tensor& dense) {
+        auto& entry = storages[dense.storage().unsafeGetStorageImpl()];
+        entry.first = dense;
         entry.second = entry.second || argument.written || argument.hidden;
+      };
+      if (isOffload(tensor) && isSparse(tensor)) {
+        const auto [indices, values] = partsOf(tensor);
+        add(indices);
+        add(values);
+      } else if (isOffload(tensor)) {
+        add(tensor);
       }
       return at::Tensor();
     });
@@ -31,12 +40,13 @@ class Aliases {
   at::Tensor of(const at::Tensor& tensor) {
     auto& alias = tensors_[tensor.unsafeGetTensorImpl()];
     if (!alias.defined()) {
-      existingExtentOf(tensor);
-      auto* key = tensor.storage().unsafeGetStorageImpl();
-      auto found = storages_.find(key);
-      if (found == storages_.end()) found = storages_.emplace(key, hostAliasStorage(tensor.storage())).first;
       const ModeOfWritten mode(tensor);
-      alias = tensorOver(found->second, c10::kCPU, tensor, tensor.storage_offset());
+      if (isSparse(tensor)) {
+        const auto [indices, values] = partsOf(tensor);
+        alias = sparseOf({ofDense(indices), ofDense(values)}, tensor);
+      } else {
+        alias = ofDense(tensor);
+      }
       // List operations bump the versions of what they write to by themselves.
       shareVersionCounter(tensor, alias);
       sources_.push_back(tensor);
@@ -49,15 +59,45 @@ class Aliases {
   }
 
  private:
+  at::Tensor ofDense(const at::Tensor& tensor) {
+    existingExtentOf(tensor);
+    auto* key = tensor.storage().unsafeGetStorageImpl();
+    auto found = storages_.find(key);
+    if (found == storages_.end()) found = storages_.emplace(key, hostAliasStorage(tensor.storage())).first;
+    return tensorOver(found->second, c10::kCPU, tensor, tensor.storage_offset());
+  }
+
   std::vector<at::Tensor> sources_; // of which the stack may have been the only owner
   std::vector<HostLease> leases_;
   std::unordered_map<const c10::StorageImpl*, c10::Storage> storages_;
   std::unordered_map<const c10::TensorImpl*, at::Tensor> tensors_;
 };
 
+/// An operand that is written to, and what the operation is given for it.
+struct Written {
+  at::Tensor source;
+  at::Tensor alias;
+};
+
+// An operation gives a sparse tensor that it writes to other parts, as a sum has more values, or writes to those that there are.
+void adoptParts(const at::Tensor& source, const at::Tensor& alias) {
+  const auto [indices, values] = partsOf(source);
+  const auto [newIndices, newValues] = partsOf(alias);
+  bool same = alias.sizes() == source.sizes() && alias.is_coalesced() == source.is_coalesced();
+  const auto adopted = [&](const at::Tensor& part, const at::Tensor& now) {
+    if (now.storage().data() == part.storage().data() && now.sizes() == part.sizes() && now.strides() == part.strides())
+      return part;
+    same = false;
+    const Purpose purpose = part.storage().nbytes() > 0 ? blockOf(part.storage()).purpose.load() : Purpose::Temporary;
+    return stashCopy(now, source.device(), c10::Device(c10::kCPU), purpose);
+  };
+  const SparseParts parts{adopted(indices, newIndices), adopted(values, newValues)};
+  if (!same) replaceParts(source, parts, alias);
+}
+
 // An operation may have resized what it was given as `out=`.
-void adoptShape(const at::Tensor& source, const at::Tensor& alias, const void* before) {
-  const bool moved = alias.storage().data() != before;
+void adoptShape(const at::Tensor& source, const at::Tensor& alias) {
+  const bool moved = alias.storage().data() != source.storage().data();
   if (!moved && alias.sizes() == source.sizes() && alias.strides() == source.strides()) return;
   source.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
   if (!moved) return;
@@ -73,11 +113,6 @@ void runOnHost(
     const c10::OperatorHandle& op, const OpTraits& traits, torch::jit::Stack& stack,
     const std::function<at::Tensor(const at::Tensor&)>& stash) {
   if (updateOnHost(op, traits, stack)) return;
-  struct Written {
-    at::Tensor source;
-    at::Tensor alias;
-    const void* before;
-  };
   std::vector<Written> written;
   Aliases aliases;
   aliases.take(traits, stack);
@@ -85,13 +120,19 @@ void runOnHost(
     if (tensor.is_cuda()) return tensor.cpu();
     if (!isOffload(tensor)) return {};
     auto alias = aliases.of(tensor);
-    if (argument.written) written.push_back({tensor, alias, alias.storage().data()});
+    if (argument.written) written.push_back({tensor, alias});
     return alias;
   });
   useArgumentsOf(c10::kCPU, traits, stack);
   op.callBoxed(&stack);
   aliases.release();
-  for (const auto& target : written) adoptShape(target.source, target.alias, target.before);
+  for (const auto& [source, alias] : written) {
+    if (isSparse(source)) {
+      adoptParts(source, alias);
+    } else {
+      adoptShape(source, alias);
+    }
+  }
   replaceResults(traits.results, stack, [&](const at::Tensor& result) {
     for (const auto& target : written) {
       if (result.is_same(target.alias)) return target.source;

@@ -93,7 +93,7 @@ bool isSafe(const c10::OperatorHandle& op, const OpTraits& traits, Call& call) {
     if (!argument.written && isNumber(tensor)) {
       safe = safe && (isWrapped(tensor) || traits.update == Update::OfOptimizer);
     } else {
-      safe = safe && isOffload(tensor);
+      safe = safe && isOffload(tensor) && !tensor.is_sparse();
       tensors.push_back(tensor);
       call.operands.push_back({tensor, argument.written});
     }

@@ -1,12 +1,12 @@
 #include "aten/op_traits.h"
 
 #include "aten/lookup.h"
+#include "aten/op_names.h"
 #include "aten/tensors.h"
 
 #include <ATen/autocast_mode.h>
 
 #include <algorithm>
-#include <array>
 #include <string_view>
 #include <unordered_set>
 
@@ -52,225 +52,6 @@ bool holdsTensors(ArgumentKind kind) {
   return kind == ArgumentKind::Tensor || kind == ArgumentKind::TensorList || kind == ArgumentKind::OptionalTensorList;
 }
 
-// Operations that only move values: their results are exact wherever they are made. Not among them: what finds its values by
-// comparing them (`sort`, `nonzero`) or by places that it computes (`upsample_nearest2d`), and derivatives (`select_backward`),
-// which would make a gradient of any size on the host of the one number that backward begins with.
-const std::unordered_set<std::string_view> kMovements{
-    "aten::clone",
-    "aten::cat",
-    "aten::stack",
-    "aten::_stack",
-    "aten::_chunk_cat",
-    "aten::index",
-    "aten::_unsafe_index",
-    "aten::_unsafe_masked_index",
-    "aten::index_select",
-    "aten::gather",
-    "aten::take",
-    "aten::repeat",
-    "aten::flip",
-    "aten::roll",
-    "aten::constant_pad_nd",
-    "aten::reflection_pad1d",
-    "aten::reflection_pad2d",
-    "aten::reflection_pad3d",
-    "aten::replication_pad1d",
-    "aten::replication_pad2d",
-    "aten::replication_pad3d",
-    "aten::tril",
-    "aten::triu",
-    "aten::masked_select",
-    "aten::where",
-    "aten::contiguous",
-    "aten::_to_copy",
-    "aten::complex",
-    "aten::slice_scatter",
-    "aten::select_scatter",
-    "aten::index_put",
-    "aten::_unsafe_index_put",
-    "aten::index_copy",
-    "aten::index_fill",
-    "aten::put",
-    "aten::scatter",
-    "aten::repeat_interleave",
-    "aten::embedding",
-    "aten::rot90",
-    "aten::block_diag",
-    "aten::diag_embed",
-    "aten::masked_fill",
-    "aten::masked_scatter",
-    "aten::as_strided_scatter",
-    "aten::diagonal_scatter",
-    "aten::pixel_shuffle",
-    "aten::pixel_unshuffle",
-    "aten::channel_shuffle",
-    "aten::native_channel_shuffle",
-    "aten::im2col",
-    "aten::max_unpool2d",
-    "aten::max_unpool3d",
-    // Copies of views.
-    "aten::_reshape_alias_copy",
-    "aten::alias_copy",
-    "aten::as_strided_copy",
-    "aten::detach_copy",
-    "aten::diagonal_copy",
-    "aten::expand_copy",
-    "aten::narrow_copy",
-    "aten::permute_copy",
-    "aten::select_copy",
-    "aten::slice_copy",
-    "aten::split_copy",
-    "aten::split_with_sizes_copy",
-    "aten::squeeze_copy",
-    "aten::t_copy",
-    "aten::transpose_copy",
-    "aten::unbind_copy",
-    "aten::unfold_copy",
-    "aten::unsqueeze_copy",
-    "aten::view_as_complex_copy",
-    "aten::view_as_real_copy",
-    "aten::view_copy",
-};
-
-// Writes that are part of a forward pass, which has the device's bits: they are made where a new value would be.
-const std::unordered_set<std::string_view> kForwardWrites{
-    "aten::embedding_renorm_",
-};
-
-// Composite operations that pick an algorithm by the device: taken whole for offload operands alone too.
-const std::unordered_set<std::string_view> kDeviceMinded{
-    "aten::linear",
-    "aten::matmul",
-    "aten::batch_norm",
-    "aten::instance_norm",
-    "aten::layer_norm",
-    "aten::group_norm",
-    "aten::rms_norm",
-    "aten::inner",
-    "aten::stft",
-    "aten::istft",
-    "aten::linalg_multi_dot",
-    "aten::lstm",
-    "aten::gru",
-    "aten::rnn_tanh",
-    "aten::rnn_relu",
-    "aten::lstm_cell",
-    "aten::gru_cell",
-    "aten::rnn_tanh_cell",
-    "aten::rnn_relu_cell",
-    "aten::scaled_dot_product_attention",
-    "aten::conv1d",
-    "aten::conv2d",
-    "aten::conv3d",
-    "aten::conv_transpose1d",
-    "aten::conv_transpose2d",
-    "aten::conv_transpose3d",
-    "aten::_convolution_mode",
-    "aten::einsum",
-    "aten::tensordot",
-    "aten::bilinear",
-    "aten::dropout",
-    "aten::feature_dropout",
-    "aten::alpha_dropout",
-    "aten::feature_alpha_dropout",
-    "aten::rrelu",
-    "aten::kron",
-    "aten::embedding_bag",
-    "aten::cdist",
-    "aten::ctc_loss",
-};
-
-// What must reach its own kernel: copies between devices, what changes a tensor's memory or its standing with autograd, and
-// factories, which take nothing of their operand but its options.
-const std::unordered_set<std::string_view> kNeverIntercepted{
-    "aten::copy_",
-    "aten::copy",
-    "aten::_copy_from",
-    "aten::_copy_from_and_resize",
-    "aten::resize_",
-    "aten::resize_as_",
-    "aten::resize",
-    "aten::resize_as",
-    "aten::set_",
-    "aten::set",
-    "aten::set_data",
-    "inductor::resize_storage_bytes_", // of compiled `untyped_storage().resize_()`
-    "aten::_set_data",
-    "aten::detach",
-    "aten::detach_",
-    "aten::alias",
-    "aten::item",
-    "aten::_local_scalar_dense",
-    "aten::record_stream",
-    "aten::_has_compatible_shallow_copy_type",
-    "aten::requires_grad_",
-    "aten::retain_grad",
-    "aten::_fw_primal",
-    "aten::_make_dual",
-    "aten::_unpack_dual",
-    "aten::is_pinned",
-    "aten::pin_memory",
-    "aten::_pin_memory",
-    "aten::to",
-    "aten::lift",
-    "aten::lift_fresh",
-    "aten::lift_fresh_copy",
-    "aten::_version",
-    "aten::is_leaf",
-    "aten::output_nr",
-    "aten::data",
-    "aten::_backward",
-    "aten::sym_size",
-    "aten::sym_stride",
-    "aten::sym_numel",
-    "aten::sym_storage_offset",
-    "aten::is_set_to",
-    "aten::_is_zerotensor",
-    "aten::is_conj",
-    "aten::is_neg",
-    "aten::_conj",
-    "aten::_neg_view",
-    "aten::_conj_physical",
-    "aten::resolve_conj",
-    "aten::resolve_neg",
-    "aten::_assert_tensor_metadata",
-    "aten::_print",
-    "aten::rename",
-    "aten::rename_",
-    "aten::result_type",
-    "aten::can_cast",
-    "aten::is_same_size",
-    "aten::_shape_as_tensor",
-    "aten::_resize_output_",
-    "aten::_resize_output",
-    "aten::_unsafe_view",
-    "aten::_reshape_copy",
-    "aten::_has_same_storage_numel",
-    "aten::_new_zeros_with_same_feature_meta",
-    // Their sizes are a CPU tensor, which is no operand.
-    "aten::_pack_padded_sequence",
-    "aten::_pad_packed_sequence",
-    "aten::_pack_padded_sequence_backward",
-    // Views, though their schemas don't say so.
-    "aten::unsafe_chunk",
-    "aten::unsafe_split",
-    "aten::unsafe_split_with_sizes",
-    "aten::broadcast_tensors",
-    "aten::atleast_1d",
-    "aten::atleast_2d",
-    "aten::atleast_3d",
-    "aten::align_as",
-    "aten::align_tensors",
-    "aten::unflatten_dense_tensors",
-};
-
-// They write to running statistics whenever they are given any: what batch norm over several processes is made of.
-const std::unordered_set<std::string_view> kUpdatesStatistics{
-    "aten::batch_norm_update_stats",
-    "aten::batch_norm_gather_stats",
-    "aten::batch_norm_gather_stats_with_counts",
-};
-
 bool endsWith(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
@@ -312,7 +93,7 @@ bool isComposite(const c10::OperatorHandle& op) {
 // Of a composite operation: whether its parts, which are intercepted too, would give other bits than the device does. The device
 // may have a kernel for the whole (`silu_backward`), and autocast another dtype (`cross_entropy_loss`, where the CPU computes).
 bool isTakenWhole(const c10::OperatorHandle& op) {
-  return kDeviceMinded.contains(op.schema().name()) || op.hasKernelForDispatchKey(DispatchKey::AutocastCUDA) ||
+  return picksByDevice(op.schema().name()) || op.hasKernelForDispatchKey(DispatchKey::AutocastCUDA) ||
       op.hasKernelForDispatchKey(DispatchKey::AutocastCPU) || op.hasKernelForDispatchKey(DispatchKey::CPU) ||
       op.hasKernelForDispatchKey(DispatchKey::CUDA);
 }
@@ -343,13 +124,13 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
   const bool makes = std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& result) {
     return result.alias_info() == nullptr && holdsTensors(kindOf(result));
   });
-  if (writes && !makes && !kForwardWrites.contains(schema.name())) {
+  if (writes && !makes && !writesInForward(schema.name())) {
     effect = Effect::InPlace;
     update = updateOf(schema);
-  } else if (kMovements.contains(schema.name()) && !endsWith(schema.overload_name(), "reduce")) {
+  } else if (onlyMoves(schema.name()) && !endsWith(schema.overload_name(), "reduce")) {
     effect = Effect::Movement; // with `reduce`, scatter adds or multiplies
   }
-  updatesStatistics = kUpdatesStatistics.contains(schema.name());
+  updatesStatistics = alwaysUpdatesStatistics(schema.name());
   convertsDevice = schema.name() == "aten::_to_copy";
   countsFromStorage = schema.name() == "aten::as_strided_copy" || schema.name() == "aten::as_strided_scatter";
   composite = isComposite(op);
@@ -416,7 +197,7 @@ bool isInterceptable(const c10::OperatorHandle& op) {
   if (name.starts_with("offload::") || name.starts_with("prim") || name.starts_with("profiler::")) return false;
   // What these return is still being written: their parts decide.
   if (name.starts_with("_c10d_functional") || name.starts_with("c10d_functional::")) return false;
-  if (kNeverIntercepted.contains(name) || makesItsOwnMemory(name) || isView(schema)) return false;
+  if (hasItsOwnKernel(name) || makesItsOwnMemory(name) || isView(schema)) return false;
   // Given a device, these are dispatched by it, whatever their operands are.
   if (op.hasKernelForDispatchKey(DispatchKey::BackendSelect) && name != "aten::_to_copy") return false;
   // These change sizes and strides of their operand, and none of its bytes.

@@ -1,6 +1,7 @@
 #include "aten/placement.h"
 
 #include "aten/fetch.h"
+#include "aten/sparse.h"
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -15,6 +16,7 @@ constexpr c10::DispatchKeySet kWrapperKeys = kTransformKeys | c10::DispatchKeySe
 } // namespace
 
 bool isBornOnDevice(const at::Tensor& offload) {
+  if (isSparse(offload)) return isBornOnDevice(partsOf(offload).values);
   return offload.has_storage() && !offload.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) &&
       offload.storage().nbytes() > 0 && blockOf(offload.storage()).born == Born::Device;
 }

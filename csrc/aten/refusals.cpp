@@ -1,5 +1,6 @@
 #include "aten/refusals.h"
 
+#include "aten/sparse.h"
 #include "compat/registration.h"
 
 #include <c10/core/Layout.h>
@@ -7,8 +8,8 @@
 namespace offload {
 namespace {
 
-bool isDense(const at::Tensor& value) {
-  return value.layout() == c10::kStrided && value.has_storage() && !value.is_nested();
+bool canBeHeld(const at::Tensor& value) {
+  return isSparse(value) || (value.layout() == c10::kStrided && value.has_storage() && !value.is_nested());
 }
 
 [[noreturn]] void refuseLayout(const at::Tensor& value) {
@@ -20,8 +21,8 @@ bool isDense(const at::Tensor& value) {
   }
   TORCH_CHECK(
       false, "offload: a tensor of shape ", value.sizes(), " and layout ", value.layout(),
-      " can't live on the offload device; offload tensors are dense, make it one with .to_dense() or keep it on the CPU or "
-      "on CUDA.");
+      " can't live on the offload device; offload tensors are dense, or sparse in COO form: make it one with .to_dense() or "
+      ".to_sparse(), or keep it on the CPU or on CUDA.");
 }
 
 void refuseLayoutCall(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -51,18 +52,18 @@ bool mayBeNested(const at::Tensor& /*values*/, const at::Tensor& /*mask*/) {
 
 } // namespace
 
-void checkDense(const at::Tensor& value) {
+void checkLayout(const at::Tensor& value) {
   if (value.is_quantized()) refuseQuantized(value.scalar_type());
-  if (!isDense(value)) refuseLayout(value);
+  if (!canBeHeld(value)) refuseLayout(value);
 }
 
 void refuseLayoutOf(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(stack, arguments.size());
   for (const c10::IValue& value : values) {
-    if (value.isTensor() && value.toTensor().defined() && !isDense(value.toTensor())) refuseLayout(value.toTensor());
+    if (value.isTensor() && value.toTensor().defined() && !canBeHeld(value.toTensor())) refuseLayout(value.toTensor());
   }
-  auto layout = at::kSparse;
+  auto layout = at::kSparseCsr;
   for (std::size_t k = 0; k < arguments.size(); ++k) {
     if (arguments[k].name() == "layout" && values[k].isInt()) layout = values[k].toLayout();
   }
@@ -99,10 +100,6 @@ OFFLOAD_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
 
 // PyTorch would make one of offload parts, which nothing computes on and nothing brings back.
 OFFLOAD_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, m) {
-  m.impl("_to_copy", torch::CppFunction::makeFromBoxedFunction<&refuseLayoutCall>());
-}
-
-OFFLOAD_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("_to_copy", torch::CppFunction::makeFromBoxedFunction<&refuseLayoutCall>());
 }
 

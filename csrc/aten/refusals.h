@@ -6,10 +6,10 @@
 
 namespace offload {
 
-/// Raises where a value is not dense: sparse, nested, quantised, of another library's layout.
-void checkDense(const at::Tensor& value);
+/// Raises where a value is neither dense nor sparse in COO: compressed, nested, quantised, of another library's layout.
+void checkLayout(const at::Tensor& value);
 
-/// Raises: what `op` was called with, or would make, is not dense.
+/// Raises: what `op` was called with, or would make, is neither dense nor sparse in COO.
 [[noreturn]] void refuseLayoutOf(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
 /// Raises where one of the operands is nested and `op` writes to one of offload, or should be differentiated.

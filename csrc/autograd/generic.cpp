@@ -12,6 +12,7 @@
 #include "aten/needless_work.h"
 #include "aten/op_traits.h"
 #include "aten/refusals.h"
+#include "aten/sparse.h"
 #include "autograd/lowered.h"
 #include "autograd/nodes.h"
 #include "autograd/operation_watch.h"
@@ -38,7 +39,9 @@ OperationWatch& watch();
 std::size_t bytesOf(c10::ArrayRef<c10::IValue> arguments) {
   std::size_t bytes = 0;
   for (const auto& argument : arguments) {
-    if (argument.isTensor() && argument.toTensor().defined()) bytes += argument.toTensor().nbytes();
+    if (!argument.isTensor() || !argument.toTensor().defined()) continue;
+    const at::Tensor& tensor = argument.toTensor();
+    bytes += isSparse(tensor) ? partsOf(tensor).values.nbytes() : tensor.nbytes();
   }
   return bytes;
 }
@@ -61,6 +64,7 @@ at::Tensor unexpanded(at::Tensor tensor, at::IntArrayRef strides) {
 // What is expanded stays so: whether an operation may write to that is for the operation to say.
 at::Tensor workFor(const at::Tensor& value, const at::Tensor& source) {
   const ModeOfWritten mode(source);
+  if (value.is_sparse()) return value.clone();
   const at::Tensor one = unexpanded(value, value.strides());
   return one.is_same(value) ? value.clone() : one.clone().expand(value.sizes());
 }
@@ -89,12 +93,19 @@ void copyBack(const Written& written, c10::Device computed) {
   // What the schema hides is no write to autograd either: no history.
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   if (written.argument.hidden) below.emplace();
+  const bool recorded = recordsGraph() && (written.source.requires_grad() || written.work.requires_grad());
+  if (isSparse(written.source) && !recorded) {
+    const at::AutoDispatchBelowADInplaceOrView stashing;
+    const at::Tensor value = stashResult(written.work, written.source.device(), computed, Purpose::Temporary);
+    replaceParts(written.source, partsOf(value), value);
+    if (bumped) source->bump_version();
+    return;
+  }
   // Not only of `out=`: statistics of quantisation get their size when there are channels to count.
-  if (written.source.sizes() != written.work.sizes()) {
+  if (written.source.sizes() != written.work.sizes() && !written.source.is_sparse()) {
     written.source.resize_(written.work.sizes());
     if (written.work.is_non_overlapping_and_dense()) written.source.as_strided_(written.work.sizes(), written.work.strides());
   }
-  const bool recorded = recordsGraph() && (written.source.requires_grad() || written.work.requires_grad());
   const bool bytesAlone = !tracing() && !hasMore(written.source) && !hasMore(written.work);
   const bool replaced = !recorded && bytesAlone && replaceValue(written.source, written.work, computed);
   if (!replaced && !rewrite(written.source, written.work, computed)) {
@@ -161,7 +172,7 @@ void callFetched(
       return writes.back().work;
     }
     const bool saved = !(argument.table && reads);
-    if (saved && !value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);
+    if (saved && !value.is_sparse() && !value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);
     if (!lowered) fetched.emplace_back(tensor, value);
     return value;
   });
@@ -347,7 +358,7 @@ class BackendKernel final : public c10::OperatorKernel {
   const KernelBelow composed_;
 };
 
-// Sparse and nested tensors elsewhere are operands beside offload ones as any are; in a call with autograd they are served above.
+// Compressed and nested tensors elsewhere are operands beside offload ones as any are; in a call with autograd they are served above.
 void layoutFallback(const c10::OperatorHandle& op, Stack* stack) {
   const OpTraits traits(op);
   const Operands operands = traits.operands(*stack);
@@ -380,6 +391,9 @@ OperationWatch::Kernels kernelsFor(const c10::OperatorHandle& op, bool late) {
     kernels.emplace_back(DispatchKey::AutogradPrivateUse1, boxed<AutogradKernel>(traits, late));
   }
   kernels.emplace_back(DispatchKey::PrivateUse1, boxed<BackendKernel>(traits, late));
+  if (op.hasKernelForDispatchKey(DispatchKey::SparseCPU) && !op.hasKernelForDispatchKey(DispatchKey::SparsePrivateUse1)) {
+    kernels.emplace_back(DispatchKey::SparsePrivateUse1, boxed<BackendKernel>(traits, late));
+  }
   // Where there is a kernel for nested tensors, PyTorch takes the composite one beside operands of another backend.
   if (op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
       op.hasKernelForDispatchKey(DispatchKey::NestedTensorCPU)) {
@@ -420,7 +434,7 @@ OFFLOAD_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
 }
 
 OFFLOAD_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&layoutFallback>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&backendFallback>());
 }
 
 OFFLOAD_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {

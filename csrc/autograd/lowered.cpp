@@ -89,7 +89,9 @@ std::optional<at::ScalarType> loweredTo(const OpTraits& traits, c10::DeviceType 
 }
 
 bool needsLowering(const at::Tensor& operand, at::ScalarType dtype) {
-  if (!operand.is_floating_point() || operand.scalar_type() == at::kDouble || operand.scalar_type() == dtype) return false;
+  if (operand.is_sparse() || !operand.is_floating_point() || operand.scalar_type() == at::kDouble ||
+      operand.scalar_type() == dtype)
+    return false;
   return isKept(operand) || !isBornOnDevice(operand); // of an activation the cast stays for backward, or it would itself
 }
 

@@ -2,6 +2,7 @@
 
 #include "aten/fetch.h"
 #include "aten/placement.h"
+#include "aten/sparse.h"
 #include "autograd/gapped_clone.h"
 #include "compat/named_tensors.h"
 #include "compat/node_pointers.h"
@@ -41,6 +42,7 @@ at::Tensor callStash(const at::Tensor& self, c10::Device home) {
 // Whether nobody but the holder of `gradient` can write to its memory. The gradient of a transposed weight is a view, whose base
 // then lives for the view's sake only.
 bool isSoleOwner(const at::Tensor& gradient) {
+  if (isSparse(gradient)) return gradient.use_count() == 1; // whose parts stashResult() asks
   if (gradient.use_count() != 1 || !gradient.has_storage() || isFetched(gradient)) return false;
   if (!gradient.is_view()) return gradient.storage().use_count() == 1;
   return gradient.storage().use_count() == 2 && gradient._base().use_count() == 1;
@@ -75,8 +77,8 @@ Purpose purposeOfResult() {
 // Of a backward that records a graph the clones are part, and repeated elements can't be filled in there. Of one that is traced
 // the compiler chooses the strides.
 bool hasGaps(const at::Tensor& gradient) {
-  return !tracing() && !at::GradMode::is_enabled() && gradient.numel() > 0 && !gradient._is_zerotensor() &&
-      !gradient.is_non_overlapping_and_dense();
+  return !tracing() && !at::GradMode::is_enabled() && !gradient.is_sparse() && gradient.numel() > 0 &&
+      !gradient._is_zerotensor() && !gradient.is_non_overlapping_and_dense();
 }
 
 struct FetchBackward final : Node {
@@ -91,10 +93,10 @@ struct FetchBackward final : Node {
     inputs.clear();
     if (!gradient.defined() || !task_should_compute_output(0)) return {at::Tensor()};
     TORCH_CHECK(
-        gradient.layout() == c10::kStrided, "offload: the gradient of an offload tensor of shape ", gradient.sizes(),
-        " is of layout ", gradient.layout(),
-        ", and gradients on offload are dense; leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep that weight "
-        "on the CPU or on CUDA.");
+        !tracing() || !gradient.is_sparse(), "offload: the gradient of an offload tensor of shape ", gradient.sizes(),
+        " is sparse, and a compiled graph can't make it; leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep "
+        "that "
+        "module out of the graph with torch.compiler.disable().");
     if (tracing()) return {callStash(gradient, home)};
     if (castFrom) gradient = gradient.to(*castFrom);
     if (sink() == nullptr && hasGaps(gradient)) gradient = cloneWithGaps(gradient);
@@ -408,7 +410,9 @@ void takePlain(torch::Library& m) {
   m.impl("give.coded", giveCoded);
 }
 
-void refuseLayout(torch::Library& m) {
+// Of sparse ones; those that are compressed are refused there.
+void takeSparse(torch::Library& m) {
+  m.impl("fetch", fetchOfOther);
   m.impl("stash", stashPlain);
 }
 
@@ -437,6 +441,11 @@ OFFLOAD_LIBRARY_IMPL(offload, PrivateUse1, m) {
   m.impl("write_", writePlain);
 }
 
+OFFLOAD_LIBRARY_IMPL(offload, SparsePrivateUse1, m) {
+  m.impl("fetch", fetchPlain);
+  m.impl("stash", stashPlain);
+}
+
 OFFLOAD_LIBRARY_IMPL(offload, AutogradPrivateUse1, m) {
   m.impl("fetch", fetchAutograd);
 }
@@ -450,19 +459,19 @@ OFFLOAD_LIBRARY_IMPL(offload, CUDA, m) {
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCPU, m) {
-  refuseLayout(m);
+  takeSparse(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCUDA, m) {
-  refuseLayout(m);
+  takeSparse(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCsrCPU, m) {
-  refuseLayout(m);
+  takeSparse(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCsrCUDA, m) {
-  refuseLayout(m);
+  takeSparse(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, Autograd, m) {

@@ -63,8 +63,13 @@ struct Refill final : torch::autograd::FunctionPreHook {
 struct Release final : torch::autograd::FunctionPostHook {
   explicit Release(std::shared_ptr<Emptied> e) : emptied(std::move(e)) {}
   variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
+    // A gradient may be made of what was saved: the places of a sparse one are the indices that were looked up.
+    variable_list own = outputs;
+    for (at::Tensor& output : own) {
+      if (output.defined() && isFetched(output)) output = output.clone();
+    }
     emptied->release();
-    return outputs;
+    return own;
   }
   std::shared_ptr<Emptied> emptied;
 };

@@ -1,5 +1,6 @@
 #include "python/purposes.h"
 
+#include "aten/sparse.h"
 #include "aten/tensors.h"
 
 #include <c10/util/Exception.h>
@@ -19,6 +20,12 @@ Purpose purposeNamed(const std::string& name) {
 
 void claim(py::handle object, Purpose purpose);
 
+void claimDense(const at::Tensor& tensor, Purpose purpose) {
+  if (tensor.has_storage() && tensor.storage().nbytes() > 0) {
+    Context::get().accounts().claim(blockOf(tensor.storage()), purpose);
+  }
+}
+
 void claimTensor(py::handle object, Purpose purpose) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   if (!isOffload(tensor)) return;
@@ -27,8 +34,12 @@ void claimTensor(py::handle object, Purpose purpose) {
     py::module_::import("torch_offload._wrappers").attr("follow")(py::type::of(object));
     const py::tuple flat = object.attr("__tensor_flatten__")();
     for (const py::handle name : flat[0]) claim(object.attr(name), purpose);
-  } else if (tensor.has_storage() && tensor.storage().nbytes() > 0) {
-    Context::get().accounts().claim(blockOf(tensor.storage()), purpose);
+  } else if (isSparse(tensor)) {
+    const auto [indices, values] = partsOf(tensor);
+    claimDense(indices, purpose);
+    claimDense(values, purpose);
+  } else {
+    claimDense(tensor, purpose);
   }
 }
 

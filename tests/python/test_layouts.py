@@ -1,4 +1,4 @@
-"""What the offload device does not hold is refused in one sentence each: sparse, nested, quantised, page-locked memory."""
+"""What the offload device does not hold is refused in one sentence each: compressed, nested, quantised, page-locked memory."""
 
 import numpy
 import pytest
@@ -9,7 +9,6 @@ from torch import nn
 
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 NAMES = {
-    torch.sparse_coo: "Sparse",
     torch.sparse_csr: "SparseCsr",
     torch.sparse_csc: "SparseCsc",
     torch.sparse_bsr: "SparseBsr",
@@ -25,7 +24,8 @@ def sparse(tensor, layout):
 def tensor_of(layout, shape=(4, 4)):
     return (
         f"offload: a tensor of shape {list(shape)} and layout {NAMES[layout]} can't live on the offload device; "
-        "offload tensors are dense, make it one with .to_dense() or keep it on the CPU or on CUDA."
+        "offload tensors are dense, or sparse in COO form: make it one with .to_dense() or .to_sparse(), or keep it on the "
+        "CPU or on CUDA."
     )
 
 
@@ -48,38 +48,19 @@ def tensors_of(name):
     ],
     ids=["to", "to_sparse", "copy_", "copy_ from offload", "module"],
 )
-def test_a_sparse_tensor(make, layout):
+def test_a_compressed_tensor(make, layout):
     says(RuntimeError, tensor_of(layout), lambda: make(layout))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", NAMES, ids=NAMES.values())
-def test_an_empty_sparse_tensor(layout):
+def test_an_empty_compressed_tensor(layout):
     says(RuntimeError, tensors_of(NAMES[layout]), lambda: torch.empty(4, 4, layout=layout, device=OFFLOAD))
 
 
 @pytest.mark.parametrize("layout", ["jagged"])
 def test_other_layouts(layout):
     says(RuntimeError, tensors_of("Jagged"), lambda: torch.empty(4, 4, layout=getattr(torch, layout), device=OFFLOAD))
-
-
-def indices(device):
-    return torch.zeros(1, 1, dtype=torch.int64, device=device)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.sparse_coo_tensor(indices(CPU), torch.ones(1), (3,), device=OFFLOAD),
-        lambda: torch.sparse_coo_tensor(indices(CPU), torch.ones(1, device=OFFLOAD), (3,)),
-        lambda: torch.sparse_coo_tensor(indices(OFFLOAD), torch.ones(1, device=OFFLOAD), (3,)),
-        lambda: torch.sparse_coo_tensor((3, 3), device=OFFLOAD),
-        lambda: torch.zeros(3, layout=torch.sparse_coo, device=OFFLOAD),
-        lambda: torch.zeros_like(torch.eye(3).to_sparse(), device=OFFLOAD),
-    ],
-)
-def test_a_sparse_tensor_of_parts(make):
-    says(RuntimeError, tensors_of("Sparse"), make)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -96,29 +77,6 @@ def test_a_sparse_tensor_beside_offload(inference):
     with torch.inference_mode(inference):
         expected = torch.eye(4).to_sparse() @ data(4, 4, device=CPU)
         assert_same(torch.eye(4).to_sparse() @ data(4, 4, device=OFFLOAD), expected)
-
-
-@pytest.mark.parametrize(
-    ("module", "index"),
-    [(nn.Embedding, [1, 2, 1]), (nn.EmbeddingBag, [[1, 2, 1]])],
-    ids=["Embedding", "EmbeddingBag"],
-)
-@pytest.mark.parametrize("device", [COMPUTE, OFFLOAD], ids=str)
-def test_sparse_gradients(module, index, device):
-    kwargs = {"mode": "sum"} if module is nn.EmbeddingBag else {}
-    layer = module(5, 3, sparse=True, **kwargs).to(OFFLOAD)
-    says(
-        RuntimeError,
-        "offload: the gradient of an offload tensor of shape [5, 3] is of layout Sparse, and gradients on offload are "
-        "dense; leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep that weight on the CPU or on CUDA.",
-        lambda: layer(torch.tensor(index, device=device)).sum().backward(),
-    )
-    assert layer.weight.grad is None
-    layer.sparse = False
-    layer(torch.tensor(index, device=device)).sum().backward()
-    expected = torch.zeros(5, 3)
-    expected[1], expected[2] = 2, 1
-    assert_same(layer.weight.grad, expected)
 
 
 NESTED = (
@@ -209,7 +167,7 @@ def test_quantised_tensors(make):
 def test_mkldnn_tensors():
     refused = (
         "offload: a tensor of shape [3, 3] and layout Mkldnn can't live on the offload device; offload tensors are "
-        "dense, make it one with .to_dense() or keep it on the CPU or on CUDA."
+        "dense, or sparse in COO form: make it one with .to_dense() or .to_sparse(), or keep it on the CPU or on CUDA."
     )
     says(RuntimeError, refused, lambda: torch.ones(3, 3, device=OFFLOAD).to_mkldnn())
     pytorchs = "Unsupported device type for mkldnn layout: offload"

@@ -4,7 +4,6 @@ Each module is fed with inputs on the compute device (weights follow them) and w
 """
 
 import copy
-import re
 
 import pytest
 import torch
@@ -258,22 +257,6 @@ def test_functional_norms(training_mode):
         return a, b, mean, var
 
     same(run)
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_sparse_embedding_gradient(backend):
-    net = nn.Embedding(11, 4, sparse=True).to(OFFLOAD)
-    function = torch.compile(net, backend=backend) if backend else net
-    sentence = (
-        "offload: the gradient of an offload tensor of shape [11, 4] is of layout Sparse, and gradients on offload are dense; "
-        "leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep that weight on the CPU or on CUDA."
-    )
-    with pytest.raises(RuntimeError, match=re.escape(sentence)):
-        function(torch.tensor([1, 2, 1], device=COMPUTE)).square().sum().backward()
-    assert net.weight.grad is None
-    net.sparse = False
-    net(torch.tensor([1, 2, 1], device=COMPUTE)).sum().backward()
-    assert_same(net.weight.grad[:4], torch.tensor([0.0, 2, 1, 0])[:, None].expand(4, 4))
 
 
 @pytest.mark.parametrize(

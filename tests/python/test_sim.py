@@ -52,6 +52,8 @@ EVERYTHING = [
     "test_device_module.py",
     "test_random_programs.py",
     "test_scopes.py",
+    "test_sparse.py",
+    "test_sparse_gradients.py",
     "test_flops.py",
 ]
 # What takes the place of PyTorch's own: kernels, compilers, subclasses, generators.
@@ -103,6 +105,7 @@ ORDER = [
     "test_checkpointing.py",
     "test_inference.py",
     "test_views_storage.py",
+    "test_sparse_gradients.py",
 ]
 
 TWO_DEVICES = ["test_two_devices.py", "test_two_devices_files.py", "test_random_programs.py", "test_saved_automatic.py"]

@@ -437,3 +437,20 @@ def test_gradients_on_both_are_clipped():
     for parameter, home, value in zip(parameters, HOMES, (0.3, 0.4), strict=True):
         assert parameter.grad.device == home
         torch.testing.assert_close(parameter.grad.cpu(), torch.full((4,), value))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("index", [0, 1])
+def test_sparse_tensors_and_gradients(index):
+    home, compute = HOMES[index], COMPUTES[index]
+    with current(1 - index):
+        sparse = torch.eye(3).to_sparse().to(home)
+        assert {sparse.device, sparse._indices().device, sparse._values().device, (sparse * 2).device} == {home}
+        assert_same((sparse @ at(compute, 3, 2)), at("cpu", 3, 2))
+        table = torch.nn.Embedding(5, 2, sparse=True, device=home)
+        before = table.weight.detach().cpu()
+        table(torch.tensor([3], device=compute)).sum().backward()
+        assert {table.weight.grad.device, table.weight.grad._values().device} == {home}
+        torch.optim.SGD(table.parameters(), lr=1.0).step()
+    before[3] -= 1
+    assert_same(table.weight.detach(), before)
