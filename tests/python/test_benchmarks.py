@@ -21,6 +21,7 @@ NAMES = [
     "autocast",
     "batches",
     "compile",
+    "embeddings",
     "exactness",
     "forward",
     "graphs",
