@@ -2,9 +2,9 @@
 
 Each step looks rows up, as many as a batch of a recommender has, and gives them a gradient; the optimizer changes these alone.
 Two tables take turns: one on offload of which nothing stays in the cache, whose rows the GPU reads where they are and whose
-gradients the host applies; and one that is on the GPU for good, with its optimizer. The ideal is the larger of the resident
-time and of what has to cross the link, measured in the same run: rows down, gradients with their places up. The first step's
-gradient must have the resident one's bits.
+gradients the host applies; and one that is on the GPU for good, with its optimizer. The optimizer alone steps a third one, too,
+that is plain memory of the CPU. The ideal is the larger of the resident time and of what has to cross the link, measured in the
+same run: rows down, gradients with their places up. The first step's gradient must have the resident one's bits.
 """
 
 import functools
@@ -40,16 +40,25 @@ class Table:
         self.embedding = nn.Embedding.from_pretrained(weight, freeze=False, sparse=True)
         self.optimizer = torch.optim.SparseAdam(self.embedding.parameters(), lr=0.01)
 
-    def make_gradient(self, tokens: Tensor, target: Tensor) -> Tensor:
+    def make_gradient(self, tokens: Tensor, target: Tensor) -> None:
         self.optimizer.zero_grad()
         nn.functional.mse_loss(self.embedding(tokens), target).backward()
+
+    def gradient(self) -> Tensor:
         gradient = self.embedding.weight.grad
         assert gradient is not None
         return gradient
 
+    def take_gradient(self, other: "Table") -> None:
+        self.embedding.weight.grad = other.gradient().to(self.embedding.weight.device)
+
     def step(self, tokens: Tensor, target: Tensor) -> None:
         self.make_gradient(tokens, target)
         self.optimizer.step()
+
+
+def same_gradients(first: Table, second: Table) -> bool:
+    return all(equal(part(first.gradient()), part(second.gradient())) for part in (Tensor._indices, Tensor._values))
 
 
 def main() -> None:
@@ -60,7 +69,7 @@ def main() -> None:
     torch_offload.set_budget(0)
     values = torch.randn(rows, width)
     tables = {"resident": Table(values.to(device).clone()), "offload": Table(values.to("offload"))}
-    del values
+    plain = Table(values)
     rates = link_rates(options.tiny)
     print(rates)
     lines: list[list[Any]] = []
@@ -68,34 +77,35 @@ def main() -> None:
     for count in [16, 64] if options.tiny else [4096, 65_536]:
         tokens = torch.randint(rows, (count,)).to(device)
         target = torch.randn(count, width).to(device)
-        gradients = [table.make_gradient(tokens, target).coalesce() for table in tables.values()]
-        same = all(equal(part(gradients[1]), part(gradients[0])) for part in (Tensor.indices, Tensor.values))
-        del gradients
-
         gradient, step = (
             {name: functools.partial(method, table, tokens, target) for name, table in tables.items()}
             for method in (Table.make_gradient, Table.step)
         )
-        gradient_times, step_times = measure(gradient, rounds), measure(step, rounds)
+        for make in gradient.values():
+            make()
+        same = same_gradients(tables["offload"], tables["resident"])
+        optimizer = {name: table.optimizer.step for name, table in {**tables, "CPU": plain}.items()}
+        given = {**gradient, "CPU": functools.partial(plain.take_gradient, tables["offload"])}
+        times = {
+            "gradient": measure(gradient, rounds),
+            "optimizer": measure(optimizer, rounds, prepare=given),
+            "step": measure(step, rounds),
+        }
         down, up = count * width * 4, count * (width * 4 + 8)
-        ideal = max(step_times["resident"].median, down / rates.down + up / rates.up)
-        for name, table in tables.items():
-            own = 0 if name == "offload" else 3 * table.embedding.weight.nbytes
-            peak = peak_bytes(step[name], own)
-            line = [count, name, ms(gradient_times[name].median), ms(step_times[name].median), ms(ideal)]
-            lines.append([*line, f"{ideal / step_times[name].median:.3f}", gib(peak), "yes" if same else "NO"])
+        ideal = max(times["step"]["resident"].median, down / rates.down + up / rates.up)
+        for name in optimizer:
+            taken = {what: by_name[name] for what, by_name in times.items() if name in by_name}
+            line = [ms(taken[what].median) if what in taken else "-" for what in times]
+            peak, ratio = None, "-"
+            if name in tables:
+                peak = peak_bytes(step[name], 0 if name == "offload" else 3 * tables[name].embedding.weight.nbytes)
+                ratio = f"{ideal / taken['step'].median:.3f}"
+            lines.append([count, name, *line, ms(ideal), ratio, gib(peak), "yes" if same else "NO"])
+            seconds = {what: vars(time) for what, time in taken.items()}
             records.append(
-                {
-                    "rows": count,
-                    "weights": name,
-                    "gradient": vars(gradient_times[name]),
-                    "step": vars(step_times[name]),
-                    "ideal": ideal,
-                    "peak": peak,
-                    "equal": same,
-                }
+                {"rows": count, "table": name, "seconds": seconds, "ideal": ideal, "peak": peak, "equal": same}
             )
-    columns = ["rows", "table", "gradient ms", "and step ms", "ideal ms", "ratio", "peak GiB", "same bits"]
+    columns = ["rows", "table", "gradient ms", "optimizer ms", "both ms", "ideal ms", "ratio", "peak GiB", "same bits"]
     print_table(columns, lines)
     write_record("embeddings", {"link": vars(rates), "runs": records})
     if not all(record["equal"] for record in records):

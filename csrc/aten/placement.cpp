@@ -16,7 +16,10 @@ constexpr c10::DispatchKeySet kWrapperKeys = kTransformKeys | c10::DispatchKeySe
 } // namespace
 
 bool isBornOnDevice(const at::Tensor& offload) {
-  if (isSparse(offload)) return isBornOnDevice(partsOf(offload).values);
+  if (isSparse(offload)) {
+    const at::Tensor values = partsOf(offload).values;
+    return values.numel() == 0 || isBornOnDevice(values); // what is put into an empty one, as into a gradient of zeros, is new
+  }
   return offload.has_storage() && !offload.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) &&
       offload.storage().nbytes() > 0 && blockOf(offload.storage()).born == Born::Device;
 }
