@@ -132,6 +132,15 @@ def compare(work: str, blocks: nn.Sequential, make_step: Callable, x: Tensor, li
     return list(records.values())
 
 
+def line(record: dict) -> list[object]:
+    return [
+        *[record["work"], record["tokens"], record["variant"], f"{record['compile']:.1f}", record["kernels"]],
+        ms(record["seconds"]["median"]),
+        f"{ms(record['seconds']['least'])}-{ms(record['seconds']['most'])}",
+        *[ms(record["ideal"]), f"{record['ratio']:.3f}", "yes" if record["same bits"] else "NO"],
+    ]
+
+
 def problems(records: list[dict]) -> list[str]:
     """A sentence for each goal that is missed."""
     found = []
@@ -165,7 +174,7 @@ def main() -> None:
     rates = link_rates(options.tiny)
     print(rates, flush=True)
 
-    records = []
+    records: list[dict] = []
     for work, count, lengths in (
         ("forward", 1 if options.tiny else 12, [4] if options.tiny else [1, 16384]),
         ("training", 1 if options.tiny else 8, [4] if options.tiny else [128, 16384]),
@@ -178,17 +187,11 @@ def main() -> None:
         for tokens in lengths:
             x = make_input(tokens, shape, torch.bfloat16, device)
             make_step = forward_step if work == "forward" else training_step
-            records += compare(work, blocks, make_step, x, limit, rounds)
-    rows = [
-        [
-            *[record["work"], record["tokens"], record["variant"], f"{record['compile']:.1f}", record["kernels"]],
-            ms(record["seconds"]["median"]),
-            f"{ms(record['seconds']['least'])}-{ms(record['seconds']['most'])}",
-            *[ms(record["ideal"]), f"{record['ratio']:.3f}", "yes" if record["same bits"] else "NO"],
-        ]
-        for record in records
-    ]
-    print_table(COLUMNS, rows)
+            compared = compare(work, blocks, make_step, x, limit, rounds)
+            print_table(
+                COLUMNS, [line(record) for record in compared]
+            )  # each when it is known: a whole run takes ten minutes
+            records += compared
     write_record("compile", {"link": vars(rates), "runs": records})
     if not all(record["same bits"] for record in records):
         raise SystemExit("what the compiled offload model gives differs from what the compiled resident model gives.")

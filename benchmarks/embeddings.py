@@ -4,8 +4,8 @@ Each step looks rows up, as many as a batch of a recommender has, and gives them
 Two tables take turns: one on offload of which nothing stays in the cache, whose rows the GPU reads where they are and whose
 gradients the host applies; and one that is on the GPU for good, with its optimizer. The optimizer alone steps a third one, too,
 that is plain memory of the CPU. The ideal is the larger of the resident time and of what has to cross the link, measured in the
-same run: rows down, gradients with their places up. Gradients must have the resident one's bits
-before the first step, which on the GPU gives others than on the CPU.
+same run: rows down, gradients with their places up. Gradients must have the resident one's bits before the first step, which on
+the GPU gives others than on the CPU.
 """
 
 import functools
