@@ -54,7 +54,12 @@ class _Lent:
     def bring_home(self) -> None:
         value, writes = self._value(), self._writes()
         if value is not None and writes != self._version:
-            _C.bring_home(value)
+            source = self._source()
+            if value.layout is torch.sparse_coo and source is not None and not _C.is_fetched(value._values()):
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(source):
+                    source.copy_(value)  # the function has put other values in the place of those that were fetched
+            else:
+                _C.bring_home(value)
             self._version = writes
 
     def bring_gradient(self) -> None:
@@ -99,7 +104,7 @@ def _has_tangent(value: Tensor) -> bool:
 
 def _with_counter(value: Tensor) -> Tensor:
     """An inference tensor's memory, as a tensor that counts writes; not of one with a gradient, which nobody writes to."""
-    if not value.is_inference() or value.requires_grad or value.is_conj() or value.is_neg():
+    if not value.is_inference() or value.requires_grad or value.is_conj() or value.is_neg() or value.is_sparse:
         return value
     with torch.inference_mode(False):
         place = value.storage_offset(), value.size(), value.stride()
@@ -110,7 +115,9 @@ def _fetched_together(args: Sequence[Any], target: torch.device) -> dict[int, Te
     """By position, what is fetched of operands that are views of one storage: a write to one of these is one to the others."""
     places: dict[int, list[int]] = {}
     for number, value in enumerate(args):
-        if type(value) in (Tensor, Parameter) and is_offload(value) and not is_functorch_wrapped_tensor(value):
+        if type(value) not in (Tensor, Parameter) or is_functorch_wrapped_tensor(value):
+            continue
+        if is_offload(value) and value.layout is torch.strided:
             places.setdefault(value.untyped_storage()._cdata, []).append(number)
     values: dict[int, Tensor] = {}
     for numbers in places.values():

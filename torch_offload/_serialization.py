@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import warn_if_has_hooks
 
 
 class _Writing(threading.local):
@@ -38,12 +39,16 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
     return storage.to(device=torch.device(location))
 
 
-def _follow_wrappers() -> None:
-    """A wrapper has no storage that tells where it lives: its device is written beside it."""
+def _follow_tensors_without_storage() -> None:
+    """A wrapper has none that tells where it lives: its device is written beside it. A sparse tensor is its parts."""
     reduce, locate = torch.Tensor._reduce_ex_internal, torch._utils._get_restore_location
 
     @functools.wraps(reduce)
     def _reduce_ex_internal(self: torch.Tensor, proto: int) -> tuple[Any, tuple[Any, ...]]:
+        if self.layout is torch.sparse_coo and self.device.type == "offload":
+            warn_if_has_hooks(self)
+            parts = self._indices(), self._values(), self.size(), self.is_coalesced()
+            return torch._utils._rebuild_sparse_tensor, (self.layout, parts)
         rebuild, args = reduce(self, proto)
         if rebuild is torch._utils._rebuild_wrapper_subclass and self.device.type == "offload":
             args = tuple(_Saved(value) if isinstance(value, torch.device) else value for value in args)
@@ -104,5 +109,5 @@ def register() -> None:
     """Offload storages are written to files as the CPU's; ``map_location="offload"`` brings them back."""
     # Before PyTorch's own entry for PrivateUse1 devices, whose tag needs this package to open.
     torch.serialization.register_package(15, _tag, _restore)
-    _follow_wrappers()
+    _follow_tensors_without_storage()
     _follow_pickle()

@@ -253,8 +253,8 @@ at::Tensor stashParts(
     const at::Tensor& sparse, c10::Device home, c10::Device computed, Purpose purpose, const void* gradientOf, bool give) {
   const auto [indices, values] = partsOf(sparse);
   const auto stashed = [&](const at::Tensor& part, const void* of) {
-    const bool given = give && part.storage().use_count() == 1;
-    return given ? stashResult(part, home, computed, purpose, of) : stashCopy(part, home, computed, purpose, of);
+    return give && isOwnPart(part) ? stashResult(part, home, computed, purpose, of)
+                                   : stashCopy(part, home, computed, purpose, of);
   };
   auto result = sparseOf({stashed(indices, nullptr), stashed(values, gradientOf)}, sparse);
   if (give) shareVersionCounter(sparse, result);
@@ -363,6 +363,11 @@ std::optional<FetchedSource> sourceOf(const at::Tensor& fetched) {
 }
 
 void beforeChange(const at::Tensor& fetched) {
+  if (isSparse(fetched)) {
+    const auto [indices, values] = partsOf(fetched);
+    beforeChange(indices);
+    return beforeChange(values);
+  }
   const FetchedMemory* const memory = fetchedMemory(fetched);
   if (memory == nullptr) return;
   const Context& context = Context::get();
@@ -371,6 +376,11 @@ void beforeChange(const at::Tensor& fetched) {
 }
 
 void bringHome(const at::Tensor& fetched) {
+  if (isSparse(fetched)) {
+    const auto [indices, values] = partsOf(fetched);
+    bringHome(indices);
+    return bringHome(values);
+  }
   const auto source = sourceOf(fetched); // which stays meanwhile
   if (!source) return;
   const Context& context = Context::get();

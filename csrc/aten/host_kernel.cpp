@@ -1,6 +1,5 @@
 #include "aten/host_kernel.h"
 
-#include "aten/fetch.h"
 #include "aten/generator.h"
 #include "aten/host_update.h"
 #include "aten/sparse.h"
@@ -77,23 +76,8 @@ class Aliases {
 struct Written {
   at::Tensor source;
   at::Tensor alias;
+  SparseParts parts; // of a sparse alias
 };
-
-// An operation gives a sparse tensor that it writes to other parts, as a sum has more values, or writes to those that there are.
-void adoptParts(const at::Tensor& source, const at::Tensor& alias) {
-  const auto [indices, values] = partsOf(source);
-  const auto [newIndices, newValues] = partsOf(alias);
-  bool same = alias.sizes() == source.sizes() && alias.is_coalesced() == source.is_coalesced();
-  const auto adopted = [&](const at::Tensor& part, const at::Tensor& now) {
-    if (now.storage().data() == part.storage().data() && now.sizes() == part.sizes() && now.strides() == part.strides())
-      return part;
-    same = false;
-    const Purpose purpose = part.storage().nbytes() > 0 ? blockOf(part.storage()).purpose.load() : Purpose::Temporary;
-    return stashCopy(now, source.device(), c10::Device(c10::kCPU), purpose);
-  };
-  const SparseParts parts{adopted(indices, newIndices), adopted(values, newValues)};
-  if (!same) replaceParts(source, parts, alias);
-}
 
 // An operation may have resized what it was given as `out=`.
 void adoptShape(const at::Tensor& source, const at::Tensor& alias) {
@@ -120,15 +104,15 @@ void runOnHost(
     if (tensor.is_cuda()) return tensor.cpu();
     if (!isOffload(tensor)) return {};
     auto alias = aliases.of(tensor);
-    if (argument.written) written.push_back({tensor, alias});
+    if (argument.written) written.push_back({tensor, alias, isSparse(alias) ? partsOf(alias) : SparseParts()});
     return alias;
   });
   useArgumentsOf(c10::kCPU, traits, stack);
   op.callBoxed(&stack);
   aliases.release();
-  for (const auto& [source, alias] : written) {
+  for (const auto& [source, alias, parts] : written) {
     if (isSparse(source)) {
-      adoptParts(source, alias);
+      putParts(source, alias, parts, c10::Device(c10::kCPU), Purpose::Temporary);
     } else {
       adoptShape(source, alias);
     }

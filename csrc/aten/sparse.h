@@ -6,7 +6,11 @@
 // PyTorch's kernels see sparse tensors of the device that computes.
 #pragma once
 
+#include "core/purpose.h"
+
 #include <ATen/core/Tensor.h>
+
+#include <cstddef>
 
 namespace offload {
 
@@ -24,7 +28,16 @@ SparseParts partsOf(const at::Tensor& sparse);
 /// A sparse tensor of these parts, on their device, of the shape of `like`.
 at::Tensor sparseOf(const SparseParts& parts, const at::Tensor& like);
 
-/// Gives a sparse tensor these parts in the place of its own, and the shape of `like`. Its version is the caller's affair.
-void replaceParts(const at::Tensor& sparse, const SparseParts& parts, const at::Tensor& like);
+/// Whether nobody uses a part's memory but its tensor and the caller, together by so many references.
+bool isOwnPart(const at::Tensor& part, std::size_t references = 2);
+
+/// Gives a sparse offload tensor what an operation has made of `work`, which had the parts `given`: what it has written to parts that it
+/// has kept, and parts in the place of the others. The tensor stays born where it was, and is for what it was for, or for
+/// `purpose` where it was empty. Its version is the caller's affair.
+void putParts(
+    const at::Tensor& sparse, const at::Tensor& work, const SparseParts& given, c10::Device computed, Purpose purpose);
+
+/// Gives a sparse offload tensor parts of its own with the values of another one's, from any device.
+void copyParts(const at::Tensor& sparse, const at::Tensor& from);
 
 } // namespace offload

@@ -51,6 +51,7 @@ struct Written {
   at::Tensor source;
   at::Tensor work;
   ArgumentTraits argument;
+  SparseParts parts; // of work, if that is sparse, as it was given
 };
 
 // One of all elements that lie at the same place, as those of an expanded tensor do.
@@ -94,21 +95,33 @@ void copyBack(const Written& written, c10::Device computed) {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   if (written.argument.hidden) below.emplace();
   const bool recorded = recordsGraph() && (written.source.requires_grad() || written.work.requires_grad());
-  if (isSparse(written.source) && !recorded) {
-    const at::AutoDispatchBelowADInplaceOrView stashing;
-    const at::Tensor value = stashResult(written.work, written.source.device(), computed, Purpose::Temporary);
-    replaceParts(written.source, partsOf(value), value);
+  const bool sparse = written.parts.values.defined();
+  const auto putAll = [&] { putParts(written.source, written.work, written.parts, computed, purposeOfResult()); };
+  if (sparse && !recorded) {
+    const at::AutoDispatchBelowADInplaceOrView writing;
+    putAll();
     if (bumped) source->bump_version();
     return;
   }
   // Not only of `out=`: statistics of quantisation get their size when there are channels to count.
-  if (written.source.sizes() != written.work.sizes() && !written.source.is_sparse()) {
+  if (written.source.sizes() != written.work.sizes() && !sparse) {
     written.source.resize_(written.work.sizes());
     if (written.work.is_non_overlapping_and_dense()) written.source.as_strided_(written.work.sizes(), written.work.strides());
   }
   const bool bytesAlone = !tracing() && !hasMore(written.source) && !hasMore(written.work);
   const bool replaced = !recorded && bytesAlone && replaceValue(written.source, written.work, computed);
-  if (!replaced && !rewrite(written.source, written.work, computed)) {
+  const auto write = [&] {
+    if (sparse) {
+      putAll();
+    } else {
+      written.source.copy_(written.work);
+    }
+  };
+  if (!replaced && !rewrite(written.source, written.work, computed, write)) {
+    if (sparse) {
+      written.source.copy_(written.work);
+      return;
+    }
     const auto strides = written.source.strides();
     unexpanded(written.source, strides).copy_(unexpanded(written.work, strides));
   }
@@ -168,11 +181,12 @@ void callFetched(
     const bool lowered = lower && !argument.written && needsLowering(tensor, *lower);
     auto value = lowered ? fetchLowered(tensor, placement.compute, *lower) : fetch(tensor, placement.compute);
     if (written) {
-      writes.push_back({tensor, workFor(value, tensor), argument});
+      writes.push_back({tensor, workFor(value, tensor), argument, {}});
+      if (isSparse(writes.back().work)) writes.back().parts = partsOf(writes.back().work);
       return writes.back().work;
     }
     const bool saved = !(argument.table && reads);
-    if (saved && !value.is_sparse() && !value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);
+    if (saved && !value.key_set().has(DispatchKey::FuncTorchGradWrapper)) watch.add(tensor, value);
     if (!lowered) fetched.emplace_back(tensor, value);
     return value;
   });

@@ -67,13 +67,6 @@ struct BackwardScope {
   const MadeGradient before;
 };
 
-// A backward that records no graph makes gradients alone; one that does may also be computing a checkpoint's activations anew.
-Purpose purposeOfResult() {
-  if (HostScope::active()) return Purpose::Temporary;
-  const bool backward = torch::autograd::get_current_graph_task_id() != -1 && !at::GradMode::is_enabled();
-  return madeGradient.is || backward ? Purpose::Gradient : Purpose::Activation;
-}
-
 // Of a backward that records a graph the clones are part, and repeated elements can't be filled in there. Of one that is traced
 // the compiler chooses the strides.
 bool hasGaps(const at::Tensor& gradient) {
@@ -95,8 +88,7 @@ struct FetchBackward final : Node {
     TORCH_CHECK(
         !tracing() || !gradient.is_sparse(), "offload: the gradient of an offload tensor of shape ", gradient.sizes(),
         " is sparse, and a compiled graph can't make it; leave sparse=True out of nn.Embedding and nn.EmbeddingBag, or keep "
-        "that "
-        "module out of the graph with torch.compiler.disable().");
+        "that module out of the graph with torch.compiler.disable().");
     if (tracing()) return {callStash(gradient, home)};
     if (castFrom) gradient = gradient.to(*castFrom);
     if (sink() == nullptr && hasGaps(gradient)) gradient = cloneWithGaps(gradient);
@@ -270,6 +262,13 @@ at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
 
 } // namespace
 
+// A backward that records no graph makes gradients alone; one that does may also be computing a checkpoint's activations anew.
+Purpose purposeOfResult() {
+  if (HostScope::active()) return Purpose::Temporary;
+  const bool backward = torch::autograd::get_current_graph_task_id() != -1 && !at::GradMode::is_enabled();
+  return madeGradient.is || backward ? Purpose::Gradient : Purpose::Activation;
+}
+
 at::Tensor fetch(const at::Tensor& offload, c10::Device target) {
   return callFetch(offload, target);
 }
@@ -355,12 +354,12 @@ void takeHistory(const at::Tensor& offload, const at::Tensor& work, c10::Device 
 
 } // namespace
 
-bool rewrite(const at::Tensor& offload, const at::Tensor& work, c10::Device computed) {
+bool rewrite(const at::Tensor& offload, const at::Tensor& work, c10::Device computed, c10::function_ref<void()> write) {
   if (!canTakeHistory(offload, work)) return false;
   torch::autograd::check_inplace(offload, true);
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    const_cast<at::Tensor&>(offload).copy_(work);
+    write();
   }
   torch::autograd::increment_version(offload);
   takeHistory(offload, work, computed);
@@ -410,9 +409,8 @@ void takePlain(torch::Library& m) {
   m.impl("give.coded", giveCoded);
 }
 
-// Of sparse ones; those that are compressed are refused there.
+// Those that are compressed are refused by it.
 void takeSparse(torch::Library& m) {
-  m.impl("fetch", fetchOfOther);
   m.impl("stash", stashPlain);
 }
 

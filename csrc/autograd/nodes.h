@@ -1,7 +1,10 @@
 // Fetch and stash for autograd: each is the other's derivative.
 #pragma once
 
+#include "core/purpose.h"
+
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <vector>
 
@@ -24,9 +27,12 @@ void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Devi
 /// target of fetchTo() that it was made on: its gradient goes back there.
 at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device computed);
 
-/// Gives an offload tensor the value of `work`, which an operation has computed from it on `computed`, and its history; where it
-/// can. copy_ would add to the gradient the zeros of what was written over, and they change the sign of a zero.
-bool rewrite(const at::Tensor& offload, const at::Tensor& work, c10::Device computed);
+/// Has `write` give an offload tensor the value of `work`, which an operation has computed from it on `computed`, and gives it its
+/// history; where it can. copy_ would add to the gradient the zeros of what was written over, and they change the sign of a zero.
+bool rewrite(const at::Tensor& offload, const at::Tensor& work, c10::Device computed, c10::function_ref<void()> write);
+
+/// What a result is for that is made now: a gradient, an activation.
+Purpose purposeOfResult();
 
 /// Gives it the history alone: it has the value already.
 bool rebase(const at::Tensor& offload, const at::Tensor& work);

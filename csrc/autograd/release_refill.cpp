@@ -2,6 +2,7 @@
 
 #include "aten/fetch.h"
 #include "aten/placement.h"
+#include "aten/sparse.h"
 #include "autograd/nodes.h"
 
 #include <ATen/SavedTensorHooks.h>
@@ -105,12 +106,25 @@ std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64
   return nodes;
 }
 
+bool aliases(const at::Tensor& result, const at::Tensor& fetched) {
+  if (!result.defined()) return false;
+  if (isSparse(result)) return aliases(partsOf(result).indices, fetched) || aliases(partsOf(result).values, fetched);
+  return result.has_storage() && result.storage().is_alias_of(fetched.storage());
+}
+
 } // namespace
 
 ReleaseRefill::ReleaseRefill(c10::Device target) : target_(target), firstNode_(at::sequence_number::peek()) {}
 
 void ReleaseRefill::add(const at::Tensor& source, const at::Tensor& fetched) {
   if (!isCached(target_) || !recordsGraph() || tracing()) return;
+  if (isSparse(source) && isSparse(fetched)) {
+    const auto of = partsOf(source);
+    const auto parts = partsOf(fetched);
+    add(of.indices, parts.indices);
+    add(of.values, parts.values);
+    return;
+  }
   // What the source holds now: `source.data = ...`, as in module.to(), puts other memory into the same tensor.
   auto held = tensorOver(source.storage(), kOffload, source, source.storage_offset());
   const Extent extent = fetchedExtent(fetched, held);
@@ -121,9 +135,8 @@ void ReleaseRefill::finish(const std::vector<at::Tensor>& results) {
   if (!recordsGraph() || tracing() || at::SavedTensorDefaultHooks::get_hooks()) return;
   std::vector<Fetched> mine;
   for (const Fetched& one : fetched_) {
-    const bool aliased = std::any_of(results.begin(), results.end(), [&one](const at::Tensor& result) {
-      return result.defined() && result.has_storage() && result.storage().is_alias_of(one.fetched.storage());
-    });
+    const bool aliased =
+        std::ranges::any_of(results, [&one](const at::Tensor& result) { return aliases(result, one.fetched); });
     if (!aliased) mine.push_back(one);
   }
   fetched_.clear();

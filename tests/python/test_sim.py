@@ -54,6 +54,7 @@ EVERYTHING = [
     "test_scopes.py",
     "test_sparse.py",
     "test_sparse_gradients.py",
+    "test_sparse_writes.py",
     "test_flops.py",
 ]
 # What takes the place of PyTorch's own: kernels, compilers, subclasses, generators.
@@ -106,6 +107,7 @@ ORDER = [
     "test_inference.py",
     "test_views_storage.py",
     "test_sparse_gradients.py",
+    "test_sparse_writes.py",
 ]
 
 TWO_DEVICES = ["test_two_devices.py", "test_two_devices_files.py", "test_random_programs.py", "test_saved_automatic.py"]

@@ -145,12 +145,33 @@ def test_hooks():
     assert seen == [(torch.sparse_coo, "offload", 3), 24.0]
 
 
-def test_scaled_and_clipped():
+@pytest.mark.parametrize("value", [1.0, float("inf")])
+def test_scaled(value):
+    """With a GradScaler, which skips a step of a gradient that is not finite."""
+
+    def run(device):
+        net = nn.Embedding(11, 4, sparse=True).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(COMPUTE.type, init_scale=8.0)
+        scaler.scale((net(tokens(COMPUTE)) * value).square().sum()).backward()
+        scaler.unscale_(optimizer)
+        found = gradient_parts(net.weight) if value == 1.0 else None
+        before = net.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        return [found, scaler.get_scale(), torch.equal(net.weight.detach(), before)]
+
+    same(run)
+
+
+@pytest.mark.parametrize("foreach", [False, None])
+def test_clipped(foreach):
     def run(device):
         net = nn.Embedding(11, 4, sparse=True).to(device)
         net(tokens(COMPUTE)).square().sum().backward()
-        norm = net.weight.grad.coalesce().values().norm()
-        net.weight.grad = net.weight.grad.coalesce() * 0.5
+        net.weight.grad = net.weight.grad.coalesce()
+        norm = net.weight.grad.values().norm()
+        nn.utils.clip_grads_with_norm_(net.parameters(), 0.5, norm, foreach=foreach)
         return [norm, gradient_parts(net.weight)]
 
     same(run)

@@ -22,11 +22,21 @@ def device_of(type: int, index: int) -> torch.device:
     return torch.device(_TYPES[type], None if index < 0 else index)
 
 
+def _check_dense(self: torch.Tensor) -> None:
+    if self.layout is not torch.strided:
+        raise NotImplementedError(
+            f"offload: a tensor of shape {list(self.shape)} and layout {self.layout} can't be traced on its way to or from "
+            "offload; make it dense with .to_dense(), or keep the operation out of the graph."
+        )
+
+
 def _stash(self: torch.Tensor, device: torch.device) -> torch.Tensor:
+    _check_dense(self)
     return torch.empty_like(self, device=device)
 
 
 def _fetch(self: torch.Tensor, device: torch.device) -> torch.Tensor:
+    _check_dense(self)
     partition.prepare_graphs()
     return torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=computing(device))
 

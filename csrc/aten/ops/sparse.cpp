@@ -1,4 +1,5 @@
 // What sparse offload tensors are made of and give away: PyTorch's own kernels, which only handle their parts.
+#include "aten/sparse.h"
 #include "aten/tensors.h"
 #include "compat/registration.h"
 
@@ -55,6 +56,12 @@ struct OnItsDevice<kernel> {
   }
 };
 
+at::Tensor& copySparse(at::Tensor& self, const at::Tensor& from, bool nonBlocking) {
+  if (!isOffload(self)) return at::native::copy_sparse_(self, from, nonBlocking);
+  copyParts(self, from);
+  return self;
+}
+
 template <auto kernel>
 auto onItsDevice() {
   return &OnItsDevice<kernel>::call;
@@ -79,7 +86,7 @@ OFFLOAD_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("is_coalesced", at::native::is_coalesced_sparse);
   m.impl("_coalesced_", at::native::_coalesced_sparse_);
   m.impl("copy_", onItsDevice<&at::native::copy_sparse_wrapper_>());
-  m.impl("copy_sparse_to_sparse_", onItsDevice<&at::native::copy_sparse_>());
+  m.impl("copy_sparse_to_sparse_", onItsDevice<&copySparse>());
   m.impl("sparse_resize_", onItsDevice<&at::native::sparse_resize_>());
   m.impl("sparse_resize_and_clear_", onItsDevice<&at::native::sparse_resize_and_clear_>());
   m.impl("resize_as_sparse_", onItsDevice<&at::native::resize_as_sparse_>());
