@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
+from torch_offload import _C
+
 
 class _Writing(threading.local):
     """Whether this thread is in ``torch.save``."""
@@ -45,7 +47,7 @@ def _follow_tensors_without_storage() -> None:
 
     @functools.wraps(reduce)
     def _reduce_ex_internal(self: torch.Tensor, proto: int) -> tuple[Any, tuple[Any, ...]]:
-        if self.layout is torch.sparse_coo and self.device.type == "offload":
+        if _C.in_use() and self.layout is torch.sparse_coo and self.device.type == "offload":
             warn_if_has_hooks(self)
             parts = self._indices(), self._values(), self.size(), self.is_coalesced()
             return torch._utils._rebuild_sparse_tensor, (self.layout, parts)

@@ -1,5 +1,7 @@
 """What subclasses and modes see of the calls that the package wraps."""
 
+import pickle
+
 import torch
 from bits import outcome
 from torch.overrides import TorchFunctionMode
@@ -76,3 +78,4 @@ weight.grad = torch.ones(2)
 optimizer = torch.optim.SGD([weight], lr=0.1)
 linear = torch.nn.Linear(2, 2)
 print(calls(lambda: Ones.apply(weight)), calls(optimizer.step), calls(linear.double))
+print(calls(lambda: pickle.dumps(torch.ones(2))))
