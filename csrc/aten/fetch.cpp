@@ -320,13 +320,13 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Devic
 }
 
 bool isFetched(const at::Tensor& tensor) {
-  if (isSparse(tensor)) {
-    const auto [indices, values] = partsOf(tensor);
-    return isFetched(indices) || isFetched(values);
-  }
-  if (!tensor.has_storage()) return false;
-  const auto deleter = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter();
-  return deleter == &deleteFetched || deleter == &AliasedMemory::remove || deleter == &MemoryInPlace::remove;
+  bool fetched = false;
+  visitDense(tensor, [&fetched](const at::Tensor& dense) {
+    if (!dense.has_storage()) return;
+    const auto deleter = dense.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter();
+    fetched = fetched || deleter == &deleteFetched || deleter == &AliasedMemory::remove || deleter == &MemoryInPlace::remove;
+  });
+  return fetched;
 }
 
 at::Tensor takeBack(const at::Tensor& fetched) {
@@ -363,29 +363,23 @@ std::optional<FetchedSource> sourceOf(const at::Tensor& fetched) {
 }
 
 void beforeChange(const at::Tensor& fetched) {
-  if (isSparse(fetched)) {
-    const auto [indices, values] = partsOf(fetched);
-    beforeChange(indices);
-    return beforeChange(values);
-  }
-  const FetchedMemory* const memory = fetchedMemory(fetched);
-  if (memory == nullptr) return;
-  const Context& context = Context::get();
-  const auto index = static_cast<c10::DeviceIndex>(memory->pin.device());
-  context.residency().beforeChange(memory->pin, context.currentStream(index));
+  visitDense(fetched, [](const at::Tensor& dense) {
+    const FetchedMemory* const memory = fetchedMemory(dense);
+    if (memory == nullptr) return;
+    const Context& context = Context::get();
+    const auto index = static_cast<c10::DeviceIndex>(memory->pin.device());
+    context.residency().beforeChange(memory->pin, context.currentStream(index));
+  });
 }
 
 void bringHome(const at::Tensor& fetched) {
-  if (isSparse(fetched)) {
-    const auto [indices, values] = partsOf(fetched);
-    bringHome(indices);
-    return bringHome(values);
-  }
-  const auto source = sourceOf(fetched); // which stays meanwhile
-  if (!source) return;
-  const Context& context = Context::get();
-  const auto index = static_cast<c10::DeviceIndex>(source->device);
-  context.residency().bringHome(fetchedMemory(fetched)->pin, context.currentStream(index));
+  visitDense(fetched, [](const at::Tensor& dense) {
+    const auto source = sourceOf(dense); // which stays meanwhile
+    if (!source) return;
+    const Context& context = Context::get();
+    const auto index = static_cast<c10::DeviceIndex>(source->device);
+    context.residency().bringHome(fetchedMemory(dense)->pin, context.currentStream(index));
+  });
 }
 
 c10::Storage fetchStorage(Block& block, Extent extent, c10::Device target) {

@@ -22,13 +22,7 @@ class Aliases {
         entry.first = dense;
         entry.second = entry.second || argument.written || argument.hidden;
       };
-      if (isOffload(tensor) && isSparse(tensor)) {
-        const auto [indices, values] = partsOf(tensor);
-        add(indices);
-        add(values);
-      } else if (isOffload(tensor)) {
-        add(tensor);
-      }
+      if (isOffload(tensor)) visitDense(tensor, add);
       return at::Tensor();
     });
     for (const auto& [storage, entry] : storages) {

@@ -25,6 +25,15 @@ bool isSparse(const at::Tensor& tensor);
 /// Neither has history. They are the tensor's own: who writes to them writes to it.
 SparseParts partsOf(const at::Tensor& sparse);
 
+/// Calls `visit` with each dense tensor that has a tensor's bytes: both parts of a sparse one, or itself.
+template <class Visit>
+void visitDense(const at::Tensor& tensor, Visit&& visit) {
+  if (!isSparse(tensor)) return visit(tensor);
+  const auto [indices, values] = partsOf(tensor);
+  visit(indices);
+  visit(values);
+}
+
 /// A sparse tensor of these parts, on their device, of the shape of `like`.
 at::Tensor sparseOf(const SparseParts& parts, const at::Tensor& like);
 

@@ -108,8 +108,11 @@ std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64
 
 bool aliases(const at::Tensor& result, const at::Tensor& fetched) {
   if (!result.defined()) return false;
-  if (isSparse(result)) return aliases(partsOf(result).indices, fetched) || aliases(partsOf(result).values, fetched);
-  return result.has_storage() && result.storage().is_alias_of(fetched.storage());
+  bool alias = false;
+  visitDense(result, [&](const at::Tensor& dense) {
+    alias = alias || (dense.has_storage() && dense.storage().is_alias_of(fetched.storage()));
+  });
+  return alias;
 }
 
 } // namespace

@@ -34,12 +34,8 @@ void claimTensor(py::handle object, Purpose purpose) {
     py::module_::import("torch_offload._wrappers").attr("follow")(py::type::of(object));
     const py::tuple flat = object.attr("__tensor_flatten__")();
     for (const py::handle name : flat[0]) claim(object.attr(name), purpose);
-  } else if (isSparse(tensor)) {
-    const auto [indices, values] = partsOf(tensor);
-    claimDense(indices, purpose);
-    claimDense(values, purpose);
   } else {
-    claimDense(tensor, purpose);
+    visitDense(tensor, [purpose](const at::Tensor& dense) { claimDense(dense, purpose); });
   }
 }
 
