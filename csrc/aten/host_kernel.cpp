@@ -73,8 +73,10 @@ struct Written {
   SparseParts parts; // of a sparse alias
 };
 
-// An operation may have resized what it was given as `out=`.
+// An operation may have resized what it was given as `out=`, or have written its conjugate there and said so, as solvers do.
 void adoptShape(const at::Tensor& source, const at::Tensor& alias) {
+  if (alias.is_conj() != source.is_conj()) source._set_conj(alias.is_conj());
+  if (alias.is_neg() != source.is_neg()) source._set_neg(alias.is_neg());
   const bool moved = alias.storage().data() != source.storage().data();
   if (!moved && alias.sizes() == source.sizes() && alias.strides() == source.strides()) return;
   source.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());

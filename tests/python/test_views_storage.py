@@ -387,3 +387,32 @@ def test_a_contraction_of_one_tensor_is_a_view_where_it_is_one_elsewhere(equatio
         return result.stride(), result._is_view(), a, a.grad
 
     same(run)
+
+
+SOLVERS = {
+    "solve": lambda a, b, left, out, info: torch.linalg.solve(a, b, left=left, out=out),
+    "solve_ex": lambda a, b, left, out, info: torch.linalg.solve_ex(a, b, left=left, out=(out, info)),
+    "lu_solve": lambda a, b, left, out, info: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b, left=left, out=out),
+}
+
+
+@pytest.mark.parametrize("born", ["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_result_that_is_written_as_its_conjugate(solver, left, dtype, born):
+    """Of complex equations from the right PyTorch solves others, and says of ``out=`` that its bytes are the conjugate."""
+
+    def solution(device):
+        a, b = at(device, 4, 4, dtype=dtype, seed=1), at(device, 4, 4, dtype=dtype, seed=2)
+        out, info = torch.zeros(4, 4, dtype=dtype, device=device), torch.zeros((), dtype=torch.int32, device=device)
+        if born == "device":
+            out, info = out * 1, info * 1
+        SOLVERS[solver](a, b, left, out, info)
+        return out
+
+    actual = solution(OFFLOAD)
+    truth = solution(COMPUTE if born == "device" else CPU)
+    assert actual.is_offload
+    assert_same(actual, truth)
+    assert_same(actual.mH.clone(), truth.mH.clone())
