@@ -189,6 +189,10 @@ Context::Context(const Settings& settings) {
         const Context* now = ifCreated();
         return now != nullptr ? now->residency().relieve(index, free, usual, most, kept) : 0;
       },
+      [](c10::DeviceIndex index, std::size_t bytes) -> std::size_t {
+        const Context* now = ifCreated();
+        return now != nullptr ? now->residency().relieveOf(index, bytes) : 0;
+      },
       [](c10::DeviceIndex index) {
         try {
           if (const Context* now = ifCreated()) now->residency().emptyCache(index);

@@ -21,12 +21,13 @@ Stream streamOf(c10::Stream stream);
 /// Residency::relieve(), called with the allocator's lock held.
 using Relieve =
     std::size_t (*)(c10::DeviceIndex index, std::size_t free, std::size_t usual, std::size_t most, std::size_t kept);
+/// Residency::relieveOf(), likewise.
+using RelieveOf = std::size_t (*)(c10::DeviceIndex index, std::size_t bytes);
 /// Gives up all that can be, after a request has failed. Must not throw.
 using GiveUp = void (*)(c10::DeviceIndex index);
-/// Has PyTorch's allocator ask when it has no block for a request, and tell when one has failed. To be called once.
-void relieveAllocatorBy(Relieve relieve, GiveUp giveUp);
-/// Whether PyTorch's allocator serves the calling thread from a pool of somebody's; the cache's memory then comes from beside it.
-void setThreadHasPool(bool has) noexcept;
+/// Has PyTorch's allocator ask when it has no block for a request, and tell when the driver has refused one, and when it has failed. To be
+/// called once.
+void relieveAllocatorBy(Relieve relieve, RelieveOf relieveOf, GiveUp giveUp);
 /// Tells whether PyTorch's allocator serves the calling thread from a pool; the cache's memory then comes from beside it.
 void setThreadHasPool(bool has) noexcept;
 /// Gives what PyTorch's allocator keeps and nobody uses back to the driver; not while the calling thread captures a graph.

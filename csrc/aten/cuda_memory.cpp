@@ -4,6 +4,7 @@
 #include "core/error.h"
 
 #ifdef OFFLOAD_WITH_CUDA
+#include "compat/refused_memory.h"
 #include "core/host_wait.h"
 #include "core/link/cuda_link.h"
 
@@ -195,16 +196,21 @@ bool capturing() {
 // Note [What the allocator asks for]
 // It calls back at every request that none of its free blocks serves, before it asks the driver, and doesn't say for how much. So
 // the answer goes by the last requests, by what its memory has grown by from one call to the next (demand_guess.h), and is a quarter of
-// what the process may use of the device where it has not called for long. A request that is beyond that and beyond what is free fails.
-// Then, with the lock let go, everything is given back, what is Dirty too, and its size is remembered, so that another attempt succeeds.
+// what the process may use of the device where it has not called for long. Where the driver then refuses a request it gets as much again
+// before it asks a second time, if the driver is whom it asks: see Note [Refused memory]. Otherwise a request that is beyond the answer and
+// beyond what is free fails, and where even that is not enough, or not Clean. Then, with the lock let go, everything is given back, what is
+// Dirty too, and its size is remembered, so that another attempt succeeds.
 // While it records its history it wants the GIL to free a block, which nobody may take under its lock: then it gets no answer.
 class Relief {
  public:
-  explicit Relief(Relieve relieve, GiveUp giveUp)
-      : relieve_(relieve), giveUp_(giveUp), devices_(static_cast<std::size_t>(c10::cuda::device_count())) {}
+  Relief(Relieve relieve, RelieveOf relieveOf, GiveUp giveUp)
+      : relieve_(relieve),
+        relieveOf_(relieveOf),
+        giveUp_(giveUp),
+        devices_(static_cast<std::size_t>(c10::cuda::device_count())) {}
 
   bool ask(c10::DeviceIndex index) {
-    if (OwnRequest::missed() || capturing() || c10::cuda::CUDACachingAllocator::isHistoryEnabled()) return false;
+    if (OwnRequest::missed() || !mayFree()) return false;
     Device& device = devices_[static_cast<std::size_t>(index)];
     const std::size_t reserved = reservedBytes(index);
     const std::size_t before = device.reserved.exchange(reserved);
@@ -214,6 +220,11 @@ class Relief {
     const std::size_t usual = std::max(device.guess.most(), refused);
     const std::size_t kept = std::max(device.guess.within(free + ledger().now(index)), refused);
     return relieve_(index, free, usual, std::max(usual, total / 4), kept) > 0;
+  }
+
+  // By the driver, for now.
+  void refusedOnce(c10::DeviceIndex index, std::size_t bytes) {
+    if (!OwnRequest::current() && mayFree()) (void)relieveOf_(index, bytes);
   }
 
   void refused(c10::DeviceIndex index, std::size_t bytes) {
@@ -237,7 +248,12 @@ class Relief {
     std::atomic<std::uint64_t> rememberUntil{0};
   };
 
+  static bool mayFree() {
+    return !capturing() && !c10::cuda::CUDACachingAllocator::isHistoryEnabled();
+  }
+
   const Relieve relieve_;
+  const RelieveOf relieveOf_;
   const GiveUp giveUp_;
   std::vector<Device> devices_;
 };
@@ -258,8 +274,10 @@ class AskRelief final : public c10::FreeMemoryCallback {
 
 } // namespace
 
-void relieveAllocatorBy(Relieve relieve, GiveUp giveUp) {
-  theRelief.store(new Relief(relieve, giveUp), std::memory_order_release);
+void relieveAllocatorBy(Relieve relieve, RelieveOf relieveOf, GiveUp giveUp) {
+  theRelief.store(new Relief(relieve, relieveOf, giveUp), std::memory_order_release);
+  (void)compat::tellOfRefusedMemory(
+      [](std::size_t bytes) { theRelief.load()->refusedOnce(c10::cuda::current_device(), bytes); });
   c10::cuda::CUDACachingAllocator::attachOutOfMemoryObserver(
       [](std::int64_t device, std::size_t bytes, std::size_t /*allowed*/, std::size_t /*free*/) {
         theRelief.load()->refused(static_cast<c10::DeviceIndex>(device), bytes);
@@ -286,7 +304,7 @@ std::unique_ptr<Link> makeLink() {
 
 #else
 
-void relieveAllocatorBy(Relieve /*relieve*/, GiveUp /*giveUp*/) {}
+void relieveAllocatorBy(Relieve /*relieve*/, RelieveOf /*relieveOf*/, GiveUp /*giveUp*/) {}
 
 void setThreadHasPool(bool /*has*/) noexcept {}
 

@@ -1,7 +1,10 @@
 // How many device bytes there are beside the ring, and what of them goes back to others.
 #include "core/residency.h"
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <ctime>
 #include <utility>
 
 namespace offload {
@@ -14,6 +17,7 @@ constexpr int kQuietPasses = 16;
 constexpr int kLookedForAPartIn = 200;
 // Of which a single slow look, as behind a lock, takes no more.
 constexpr std::chrono::milliseconds kLongestInterval{250};
+constexpr std::chrono::nanoseconds kSoon = std::chrono::milliseconds(10);
 
 } // namespace
 
@@ -104,16 +108,42 @@ std::size_t Residency::budget(int index) {
   return dev.budget;
 }
 
+// For who may not wait long, as he holds a lock himself; std::mutex has no such call.
+Residency::Lock Residency::lockSoon() const noexcept {
+  timespec until{};
+  (void)clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_nsec += kSoon.count();
+  until.tv_sec += until.tv_nsec / 1'000'000'000;
+  until.tv_nsec %= 1'000'000'000;
+  if (pthread_mutex_timedlock(mutex_.native_handle(), &until) != 0) return {};
+  return {mutex_, std::adopt_lock};
+}
+
 std::size_t Residency::relieve(int index, std::size_t free, std::size_t usual, std::size_t most, std::size_t kept) noexcept {
   const auto audited = audit("relieve");
-  Lock lock(mutex_, std::try_to_lock);
+  Lock lock = lockSoon();
   if (!lock.owns_lock() || closed_) return 0;
   Device& dev = device(index);
-  const bool often = std::exchange(dev.quiet, 0) < kQuietPasses;
-  dev.demand = often ? std::min(usual, kept) : 0;
-  const std::size_t demand = often ? usual : most;
-  if (free >= demand) return 0;
-  const std::size_t wanted = demand - free;
+  // What grows step by step, as a first forward pass does, asks several times in one pass.
+  const int quiet = std::exchange(dev.quiet, 0);
+  dev.generous = quiet > 0 ? quiet >= kQuietPasses : dev.generous;
+  dev.demand = dev.generous ? 0 : std::min(usual, kept);
+  const std::size_t demand = dev.generous ? most : usual;
+  return free < demand ? giveBack(lock, dev, demand - free) : 0;
+}
+
+std::size_t Residency::relieveOf(int index, std::size_t bytes) noexcept {
+  const auto audited = audit("relieveOf");
+  Lock lock = lockSoon();
+  if (!lock.owns_lock() || closed_) return 0;
+  Device& dev = device(index);
+  dev.lookDue = true;
+  dev.lastLook = {};
+  dev.lookAt = 0;
+  return giveBack(lock, dev, bytes);
+}
+
+std::size_t Residency::giveBack(Lock& lock, Device& dev, std::size_t wanted) noexcept {
   SlotQueue& queue = dev.queue;
   Slots retired;
   // Of somebody else's memory the deleter may want the GIL, which is not to be taken under the allocator's lock.

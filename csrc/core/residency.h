@@ -198,11 +198,13 @@ class Residency {
   /// Returns the host memory of the rings that pageable memory is copied through, after waiting for its last uses.
   void trimRings();
   /// Gives up Slots that are Clean and that nothing pins until `free` and their bytes make what is demanded; their bytes. Memory that is
-  /// PyTorch's own goes a little later, and does not count. Where another thread is busy here it gives nothing; it never waits for
-  /// the device or the GIL, and allocates no device memory: for PyTorch's allocator, which calls this while it holds its own lock and
-  /// does not say how much it wants. Called now and then it gives `most`; called in every pass it gives `usual`, and an automatic budget
-  /// leaves that much free from then on, and no more than `kept`, while it is called.
+  /// PyTorch's own goes a little later, and does not count. Where another thread is busy here for long it gives nothing; it never waits
+  /// for the device or the GIL, and allocates no device memory: for PyTorch's allocator, which calls this while it holds its own lock and
+  /// does not say how much it wants. Called now and then it gives `most`, for as often as it is called in that pass; called in every pass
+  /// it gives `usual`, and an automatic budget leaves that much free from then on, and no more than `kept`, while it is called.
   std::size_t relieve(int device, std::size_t free, std::size_t usual, std::size_t most, std::size_t kept = SIZE_MAX) noexcept;
+  /// The same for a request of so many bytes, which has been refused. What is free is looked at before anything new stays.
+  std::size_t relieveOf(int device, std::size_t bytes) noexcept;
   /// Waits for every copy of this Residency, and for all that has read host bytes by lease; afterwards, with `close`, Pins are let go
   /// without touching the device. Throws what no other call has told yet of copies that have failed meanwhile.
   void drain(bool close);
@@ -247,6 +249,7 @@ class Residency {
     std::chrono::nanoseconds lookInterval{0}; // by what a look has cost
     std::size_t demand = 0; // what PyTorch's allocator has asked for of late
     int quiet = INT_MAX / 2; // passes since it has asked
+    bool generous = false; // as of when it has
     std::uint64_t horizon = 0; // the number of the last fetch that has been looked after ahead of it
     std::uint64_t unwritten = 0; // the first one before it that awaits a write of the host; 0: none
     std::uint64_t patience = 1; // how many fetches must have come as expected before a copy is made ahead
@@ -285,6 +288,8 @@ class Residency {
       Lock& lock, Device& dev, Block& block, Extent extent, const StreamSet& streams, Slots& retired, bool* tooLarge);
   std::shared_ptr<Slot> awaitNewest(Lock& lock, Block& block, Extent extent, int device);
   std::shared_ptr<Slot> takeResult(Device& device, const Block& block, DeviceBuffer buffer);
+  Lock lockSoon() const noexcept;
+  std::size_t giveBack(Lock& lock, Device& device, std::size_t bytes) noexcept;
   std::shared_ptr<Slot> dirtyOf(const Block& block) const;
   void writeHome(Lock& lock, const std::shared_ptr<Slot>& slot);
   void sendAllHome(Lock& lock, std::span<const Block* const> blocks, bool behindJobs);

@@ -1,4 +1,5 @@
 // A budget that goes by what is free, and what goes back where an allocator asks.
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -48,6 +49,7 @@ TEST_F(Budget, IsGivenBackWhereAnAllocatorAsks) {
   EXPECT_EQ(rig_->cache.stats(0).slotBytes, 6 * kBytes);
   EXPECT_EQ(rig_->cache.stats(0).evictions, evictions + 2);
   EXPECT_EQ(pass(), 2 * kBytes) << "what was given up has the same bytes again";
+  EXPECT_EQ(pass(), 0U);
   EXPECT_EQ(rig_->cache.relieve(0, 7, kBytes + 8, 0), 2 * kBytes);
   EXPECT_EQ(rig_->cache.relieve(0, 0, 100 * kBytes, 0), 5 * kBytes) << "all but what is pinned";
   EXPECT_EQ(rig_->cache.relieve(0, 1, 1, 9), 0U);
@@ -93,6 +95,56 @@ TEST_F(Budget, WhatAnAllocatorAsksForOftenIsLeftFree) {
   }
   for (int step = 0; step < 20; ++step) pass();
   EXPECT_EQ(pass(), 0U);
+}
+
+// As the allocator does in a first forward pass, whose memory grows step by step.
+TEST_F(Budget, WhoAsksAgainInOnePassGetsAsMuch) {
+  make(std::nullopt, 40);
+  pass();
+  pass();
+  EXPECT_EQ(rig_->cache.relieve(0, 30 * kBytes, kBytes, 34 * kBytes), 4 * kBytes) << "after a long time";
+  EXPECT_EQ(rig_->cache.relieve(0, 26 * kBytes, kBytes, 34 * kBytes), 8 * kBytes) << "the same pass goes on";
+  pass();
+  EXPECT_EQ(rig_->cache.relieve(0, 26 * kBytes, kBytes, 34 * kBytes), 0U) << "of late it asked for a layer";
+  EXPECT_EQ(rig_->cache.relieve(0, 0, kBytes, 34 * kBytes), kBytes);
+}
+
+TEST_F(Budget, ARequestThatWasRefusedGetsItsSize) {
+  make(std::nullopt, 40);
+  pass();
+  pass();
+  EXPECT_EQ(pass(), 0U);
+  const std::size_t budget = rig_->cache.budget(0);
+  EXPECT_EQ(rig_->cache.relieveOf(0, 10 * kBytes), 10 * kBytes) << "however much is free by now";
+  void* const taken = rig_->sim.allocate(rig_->sim.memoryInfo(0).free, {}); // the request, asked for once more
+  const auto moved = pass();
+  EXPECT_GE(moved, 10 * kBytes);
+  EXPECT_LE(rig_->cache.budget(0), budget - 10 * kBytes) << "it has been looked at what is left";
+  rig_->sim.free(taken, {});
+  for (int step = 0; step < 20; ++step) pass();
+  EXPECT_EQ(pass(), 0U);
+  EXPECT_EQ(rig_->cache.relieveOf(0, 100 * kBytes), 40 * kBytes) << "all there is";
+}
+
+// Whoever asks holds the allocator's lock, and may not wait long; but those that are busy here are soon done.
+TEST_F(Budget, IsGivenBackThoughAnotherThreadIsBusyHere) {
+  make(4 * kBytes, 4);
+  std::atomic<int> looks = 0;
+  std::atomic<bool> done = false;
+  std::thread busy([&] {
+    for (; !done; ++looks) rig_->cache.validate();
+  });
+  while (looks == 0) std::this_thread::yield();
+  constexpr int kTimes = 2000;
+  int given = 0;
+  for (int k = 0; k < kTimes; ++k) {
+    rig_->cache.fetch(*layers_[0], {0, kBytes}, {});
+    std::this_thread::sleep_for(std::chrono::microseconds(20)); // or the other one is still waiting for this fetch
+    given += rig_->cache.relieveOf(0, kBytes) == kBytes ? 1 : 0;
+  }
+  done = true;
+  busy.join();
+  EXPECT_GE(given, kTimes * 95 / 100);
 }
 
 TEST_F(Budget, WhatCannotBeAskedForAgainIsNotLeftFree) {

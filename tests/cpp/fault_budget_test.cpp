@@ -82,6 +82,7 @@ const std::vector<Scenario>& scenarios() {
        [](Faulty& on) { on.rig.cache.setBudget(0); }, withBudget},
       {"an automatic budget", stay, [](Faulty& on) { on.rig.cache.setBudget({}); }, withBudget},
       {"memory is asked back", stay, [](Faulty& on) { on.rig.cache.relieve(0, 0, kPlenty, kPlenty); }, withBudget},
+      {"a request was refused", stay, [](Faulty& on) { on.rig.cache.relieveOf(0, kPlenty); }, withBudget},
       {"a full device",
        [](Faulty& on) {
          stay(on);

@@ -244,7 +244,12 @@ class Program {
   void relieve(int device) {
     const std::size_t free = choices_.below("free", 1024);
     const std::size_t usual = choices_.below("usual", 2048);
-    rig_.cache.relieve(device, free, usual, choices_.below("most", 4096));
+    const std::size_t most = choices_.below("most", 4096);
+    if (most % 4 == 0) {
+      rig_.cache.relieveOf(device, usual);
+    } else {
+      rig_.cache.relieve(device, free, usual, most);
+    }
   }
 
   void giveUpLeaving() {

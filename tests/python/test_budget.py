@@ -394,6 +394,31 @@ def test_a_request_that_needs_what_stays():
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
+def test_the_first_request_of_more_than_is_free():
+    """Most of the GPU is free, and the request takes that and a half of what stays: nobody but the driver knows how much is missing."""
+    width = 4096
+    net = layers(64, width).to(OFFLOAD)
+    x = data(16, width)
+    with torch.no_grad():
+        y = layer_by_layer(net, x)
+        for _ in range(20):  # a long time in which the allocator asks for nothing
+            assert_same(net(x), y)
+        torch.cuda.empty_cache()
+        stayed, evictions = counts()
+        assert stayed > 4 << 30
+        big = torch.empty(torch.cuda.mem_get_info()[0] + (2 << 30), dtype=torch.uint8, device="cuda")
+        assert counts()[1] > evictions
+        assert_same(net(x), y)
+        assert counts()[0] < stayed, "what it takes is not to be had"
+        del big
+        torch.cuda.empty_cache()
+        for _ in range(20):
+            assert_same(net(x), y)
+        assert moved(lambda: net(x)) == (0, 0), "and comes back"
+
+
+@pytest.mark.gpu
 def test_an_automatic_budget_is_of_a_fraction_of_the_device():
     total, net, x = torch.cuda.get_device_properties(0).total_memory, layers(2, WIDTH).to(OFFLOAD), data(4, WIDTH)
     for _ in range(20):  # as long as what the allocator has asked for is remembered
