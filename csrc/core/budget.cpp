@@ -58,9 +58,7 @@ void Residency::look(Device& dev) {
       dev.budget = free > headroom ? held + (free - headroom) : held - std::min(held, headroom - free);
     }
     dev.lookAt = budgetBytes_ ? SIZE_MAX : held + std::max(kSmallestStep, (dev.budget - std::min(held, dev.budget)) / 4);
-    // A budget that wavers is no reason to drop what stays and to fetch what does not.
-    const bool wavers = dev.budget >= dev.planned && dev.budget - dev.planned <= dev.planned / 8;
-    if (!wavers || dev.schedule.isStale()) plan(dev);
+    planAgain(dev);
     dev.queue.shrink(dev.budget, retired);
     spill(lock, dev);
     dev.queue.makeRoom(0, dev.ring, retired);
@@ -68,17 +66,22 @@ void Residency::look(Device& dev) {
   release(retired);
 }
 
-// Under the mutex, as is plan(). The ring stays as large as a fetch of the pass has made it, so that the next one is copied ahead.
+// Under the mutex, as is planAgain(). The ring stays as large as a fetch of the pass has made it, so that the next one is copied ahead.
 void Residency::endPass(Device& dev) {
   dev.ring = std::min(dev.ring, ring(std::exchange(dev.largest, 0)));
   dev.lookDue = true;
   if (dev.quiet < kQuietPasses) ++dev.quiet;
-  if (dev.schedule.isStale()) plan(dev);
+  keepRoom(dev);
+  planAgain(dev);
 }
 
-void Residency::plan(Device& dev) {
-  dev.planned = dev.budget;
-  if (!dev.schedule.plan(dev.budget)) return;
+// A budget that wavers is no reason to drop what stays and to fetch what does not.
+void Residency::planAgain(Device& dev) {
+  const std::size_t weights = dev.budget - roomForResults(dev);
+  const bool wavers = weights >= dev.planned && weights - dev.planned <= dev.planned / 8;
+  if (wavers && !dev.schedule.isStale()) return;
+  dev.planned = weights;
+  if (!dev.schedule.plan(weights)) return;
   dev.queue.sort([&dev](const Slot& slot) { return dev.schedule.keeps(*slot.block, slot.extent, true); });
 }
 

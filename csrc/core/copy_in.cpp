@@ -21,7 +21,7 @@ Pin Residency::copyToDevice(
   slot->buffer.bytes = extent.bytes() + shift;
   if (block.file) retireStale(block, retired); // of a read that has failed
   const std::size_t bytes = slot->buffer.bytes;
-  const bool room = dev.queue.budgetedBytes() + bytes <= dev.budget;
+  const bool room = fits(dev, bytes);
   const bool stays = room && dev.schedule.keeps(block, extent, room);
   dev.ring = ring(bytes);
   if (tooLarge != nullptr) *tooLarge = !stays && ringIsSet_ && 2 * bytes > ringBytes_ && !std::exchange(warned_, true);

@@ -146,7 +146,7 @@ void Residency::lookForCopies(Device& dev, bool idle, Slots& retired, Ahead& ahe
     const bool alone = !goesInBatch(next);
     const std::size_t own = next.extent.bytes() + shiftOf(*next.block, next.extent);
     if (!batch.empty() && (alone || bytes + own > mostAtOnce)) break;
-    const bool room = dev.queue.budgetedBytes() + own <= dev.budget;
+    const bool room = fits(dev, own);
     const bool stays = room && dev.schedule.keeps(*next.block, next.extent, room);
     if (!stays && dev.queue.keptBytes(dev.ring) + own > dev.ring) break;
     const std::size_t wanted = batch.empty() && !alone ? std::max(own, mostAtOnce) : bytes + own;

@@ -354,8 +354,8 @@ void Residency::recordUses(const std::shared_ptr<Slot>& slot, const StreamSet& s
 void Residency::letGo(const std::shared_ptr<Slot>& slot, Slots& retired) {
   Device& dev = device(slot->device);
   if (slot->share != Share::Dirty && slot->block != nullptr) {
-    const bool fits = slot->share == Share::Staying || dev.queue.budgetedBytes() + slot->buffer.bytes <= dev.budget;
-    const bool stays = fits && dev.schedule.keeps(*slot->block, slot->extent, true);
+    const bool room = slot->share == Share::Staying || fits(dev, slot->buffer.bytes);
+    const bool stays = room && dev.schedule.keeps(*slot->block, slot->extent, true);
     dev.queue.move(slot, stays ? Share::Staying : Share::Passing);
   }
   dev.queue.unpin(slot, !options_.evictAtUnpin, retired);

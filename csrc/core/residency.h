@@ -242,7 +242,12 @@ class Residency {
     std::size_t ring = 0; // the bytes that may pass, as of the last fetch that found nothing, or the last pass
     std::size_t largest = 0; // of this pass's fetches
     std::size_t budget = 0;
-    std::size_t planned = 0; // the budget that the plan was made for
+    std::size_t planned = 0; // what of the budget the plan was made for
+    std::size_t room = 0; // what of it is left to results
+    std::size_t results = 0; // the most that they have had in this pass
+    std::size_t resultsBefore = 0; // and in the one before
+    std::uint64_t passBegan = 0; // after how many fetches
+    std::uint64_t passBeforeBegan = 0; // and the one before
     std::size_t lookAt = 0; // how many bytes on the budget's account make another look due
     bool lookDue = true;
     std::chrono::steady_clock::time_point lastLook{};
@@ -300,6 +305,10 @@ class Residency {
   bool isLastWrite(const Block& block) const;
   static bool isAddend(const Block& block);
   static bool isWithin(const Device& device);
+  static std::size_t roomForResults(const Device& device);
+  static bool fits(const Device& device, std::size_t bytes);
+  static void keepRoom(Device& device);
+  void makeRoomForResult(Lock& lock, Device& device, Slots& retired) noexcept;
   void expectRead(Block& block);
   void follow(Device& device);
   void keepExpected(Device& device);
@@ -316,7 +325,7 @@ class Residency {
   void goOnAhead(const Block& written) noexcept;
   void look(Device& device);
   void endPass(Device& device);
-  void plan(Device& device);
+  void planAgain(Device& device);
   std::size_t ring(std::size_t bytes) const;
   std::size_t writeBuffer() const;
   void warnOfRing(std::size_t bytes);

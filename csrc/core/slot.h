@@ -94,6 +94,8 @@ struct Slot {
   bool isLeaving = false;
   /// Who has it pinned may change its bytes, as of beforeChange().
   bool mayChange = false;
+  /// How many fetches there had been when it was made, or pinned last.
+  std::uint64_t lastUse = 0;
   /// It was fetched ahead, and nobody has asked for it yet.
   bool unused = false;
   /// Place in its SlotQueue, from when it is charged until it is retired.

@@ -5,6 +5,13 @@
 #include <algorithm>
 
 namespace offload {
+namespace {
+
+bool isResult(const Slot& slot) {
+  return slot.share == Share::Dirty && slot.purpose != Purpose::Gradient;
+}
+
+} // namespace
 
 SlotQueue::List& SlotQueue::listOf(const Slot& slot) {
   if (slot.share == Share::Dirty) return dirty_;
@@ -42,15 +49,18 @@ void SlotQueue::charge(Slot& slot, Share share) {
   slot.share = share;
   if (share == Share::Staying) slot.isLeaving = false;
   if (auto* account = accountOf(slot)) *account += slot.buffer.bytes;
+  if (isResult(slot)) resultBytes_ += slot.buffer.bytes;
 }
 
 void SlotQueue::discharge(Slot& slot) {
   if (&slot == addend_) addend_ = nullptr;
   if (auto* account = accountOf(slot)) *account -= slot.buffer.bytes;
+  if (isResult(slot)) resultBytes_ -= slot.buffer.bytes;
 }
 
 void SlotQueue::add(const std::shared_ptr<Slot>& slot, Share share) {
   slot->pins = 1;
+  slot->lastUse = now_;
   stats.slotBytes += slot->buffer.bytes;
   stats.pinnedBytes += slot->buffer.bytes;
   stats.slotBytesPeak = std::max(stats.slotBytesPeak, stats.slotBytes);
@@ -62,6 +72,7 @@ void SlotQueue::add(const std::shared_ptr<Slot>& slot, Share share) {
 
 void SlotQueue::pin(const std::shared_ptr<Slot>& slot) {
   List& from = listOf(*slot);
+  slot->lastUse = now_;
   if (slot->pins++ > 0) return;
   stats.pinnedBytes += slot->buffer.bytes;
   relist(*slot, from);
@@ -209,6 +220,12 @@ void SlotQueue::shrink(std::size_t budget, Slots& retired) {
   while (budgetedBytes() > budget && !staying_.empty()) retire(staying_.front(), retired);
 }
 
+bool SlotQueue::dropStaying(Slots& retired) {
+  if (staying_.empty()) return false;
+  retire(staying_.front(), retired);
+  return true;
+}
+
 void SlotQueue::sort(const std::function<bool(const Slot&)>& stays) {
   const Slots all(staying_.begin(), staying_.end());
   for (const auto& slot : all) {
@@ -216,10 +233,17 @@ void SlotQueue::sort(const std::function<bool(const Slot&)>& stays) {
   }
 }
 
-std::shared_ptr<Slot> SlotQueue::oldestDirty(bool addendToo) const {
+std::size_t SlotQueue::unusedBytes(std::uint64_t since) const {
+  std::size_t bytes = 0;
+  for (const auto& slot : dirty_) bytes += isResult(*slot) && slot->lastUse < since ? slot->buffer.bytes : 0;
+  return bytes;
+}
+
+std::shared_ptr<Slot> SlotQueue::oldestDirty(bool addendToo, std::uint64_t unusedSince) const {
   const auto found = std::find_if(dirty_.begin(), dirty_.end(), [&](const auto& slot) {
     const bool busy = slot->mayChange || slot->block->issuing > 0 || slot->block->leases > 0;
-    return (addendToo || slot.get() != addend_) && slot->state == SlotState::Dirty && !busy;
+    const bool old = unusedSince == UINT64_MAX || slot->lastUse < unusedSince;
+    return old && (addendToo || slot.get() != addend_) && slot->state == SlotState::Dirty && !busy;
   });
   return found == dirty_.end() ? nullptr : *found;
 }
@@ -229,6 +253,7 @@ void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>
     if (!holds) throw Error(std::string("offload: the queue of Slots is inconsistent: ") + what);
   };
   ResidencyStats sum;
+  std::size_t results = 0;
   std::size_t idle = 0;
   std::size_t leaving = 0;
   decltype(leavingOf_) leavingOf{};
@@ -260,6 +285,7 @@ void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>
       if (slot->pins > 0) sum.pinnedBytes += slot->buffer.bytes;
       if (slot->share == Share::Staying) sum.stayingBytes += slot->buffer.bytes;
       if (slot->share == Share::Dirty) sum.dirtyBytes += slot->buffer.bytes;
+      if (isResult(*slot)) results += slot->buffer.bytes;
       visit(slot);
     }
   }
@@ -268,7 +294,7 @@ void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>
   require(sum.slotBytes == stats.slotBytes, "bytes are miscounted");
   require(sum.pinnedBytes == stats.pinnedBytes, "pinned bytes are miscounted");
   require(sum.stayingBytes == stats.stayingBytes, "bytes that stay are miscounted");
-  require(sum.dirtyBytes == stats.dirtyBytes, "Dirty bytes are miscounted");
+  require(sum.dirtyBytes == stats.dirtyBytes && results == resultBytes_, "Dirty bytes are miscounted");
   require(stats.slotBytes <= stats.slotBytesPeak, "the peak is below what there is");
 }
 

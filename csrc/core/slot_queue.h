@@ -87,13 +87,22 @@ class SlotQueue {
   void shrink(std::size_t budget, Slots& retired);
   /// Lets those pass of which `stays` is false.
   void sort(const std::function<bool(const Slot&)>& stays);
-  /// Null if there is none that nobody is busy with, or may change. The addend only if it is to be, too.
-  std::shared_ptr<Slot> oldestDirty(bool addendToo) const;
+  /// Retires the one that has stayed for longest; false if there is none that nothing pins.
+  bool dropStaying(Slots& retired);
+  /// Null if there is none that nobody is busy with, or may change, and that was not used since there had been so many fetches. The addend
+  /// only if it is to be, too.
+  std::shared_ptr<Slot> oldestDirty(bool addendToo, std::uint64_t unusedSince = UINT64_MAX) const;
 
   /// Of what is Dirty, bytes that the write buffer holds.
   std::size_t bufferedBytes() const noexcept {
     return std::min(stats.dirtyBytes, addend_ != nullptr ? std::max(writeBuffer_, addend_->buffer.bytes) : writeBuffer_);
   }
+  /// And what of it is no gradient, beyond that.
+  std::size_t resultBytes() const noexcept {
+    return resultBytes_ - std::min(resultBytes_, bufferedBytes());
+  }
+  /// Of these, bytes that were not used since there had been so many fetches, in the write buffer or not.
+  std::size_t unusedBytes(std::uint64_t since) const;
   std::size_t passingBytes() const noexcept {
     return stats.slotBytes - budgetedBytes();
   }
@@ -143,6 +152,7 @@ class SlotQueue {
   List pinned_;
   std::size_t writeBuffer_ = 0;
   const Slot* addend_ = nullptr; // while it is Dirty
+  std::size_t resultBytes_ = 0; // of dirty_, but for gradients
   std::size_t idleBytes_ = 0; // of passing_
   std::size_t leavingBytes_ = 0;
   std::array<std::size_t, kPurposes.size()> leavingOf_{}; // of these, by what they are for

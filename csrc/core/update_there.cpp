@@ -76,7 +76,7 @@ bool Residency::mayBeThere(const std::vector<Claim>& claims, Device& dev) {
     if (due) missing += slot ? slot->buffer.bytes : block->bytes;
   }
   if (changed.empty() || !dev.schedule.admit(changed, read, dev.planned)) return false;
-  return missing == 0 || dev.queue.budgetedBytes() + missing <= dev.budget;
+  return missing == 0 || fits(dev, missing);
 }
 
 // Nobody but so many Pins of the caller's may hold what is to be written, as it would change under him; and memory of somebody else's

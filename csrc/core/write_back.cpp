@@ -67,6 +67,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
         tryWriteHome(lock, slot);
       }
     }
+    if (block.purpose != Purpose::Gradient) makeRoomForResult(lock, dev, retired);
     spill(lock, dev);
     if (leased) block.writers.appendTo(leasedUntil);
     slot->readers.add(slot->ready); // its producer alone has used it, and may be on another stream than the memory's home
@@ -326,6 +327,42 @@ bool Residency::tryWriteHome(Lock& lock, const std::shared_ptr<Slot>& slot) noex
 
 bool Residency::isWithin(const Device& dev) {
   return dev.queue.stats.dirtyBytes == dev.queue.bufferedBytes() || dev.queue.budgetedBytes() <= dev.budget;
+}
+
+// Note [Room for results]
+// A model that is fed with offload tensors has its activations in Dirty Slots, beside weights that fill what the budget has. Most results
+// are gone soon, or are read by the backward pass: were each sent home to make room for the next, all of them would cross the link, and
+// many come back. A weight that gives way has to be fetched again, once in a pass, and makes room for all the results of the pass. So
+// results go first up to half of the budget, as PyTorch's own activations do with an automatic one, and the most that two passes have had
+// is left to them when weights are chosen. What nobody has used since the pass before began (outputs that a program collects)
+// is no such result: it goes home before a weight does. Gradients of parameters take what weights leave.
+std::size_t Residency::roomForResults(const Device& dev) {
+  return std::min(dev.room, dev.budget / 2);
+}
+
+// Whether so many bytes more may stay.
+bool Residency::fits(const Device& dev, std::size_t bytes) {
+  const std::size_t results = dev.queue.resultBytes();
+  const std::size_t left = std::max(roomForResults(dev), results) - results;
+  return dev.queue.budgetedBytes() + left + bytes <= dev.budget;
+}
+
+// When a pass ends. What is somewhat less than it was leaves the plan as it is.
+void Residency::keepRoom(Device& dev) {
+  const std::size_t held = std::max(dev.results, dev.resultsBefore);
+  const std::size_t most = held - std::min(held, dev.queue.unusedBytes(dev.passBeforeBegan));
+  dev.resultsBefore = std::exchange(dev.results, dev.queue.resultBytes());
+  if (most > dev.room || most < dev.room / 2) dev.room = most + most / 8;
+  dev.passBeforeBegan = std::exchange(dev.passBegan, dev.schedule.forecast().count());
+}
+
+void Residency::makeRoomForResult(Lock& lock, Device& dev, Slots& retired) noexcept {
+  dev.results = std::max(dev.results, dev.queue.resultBytes());
+  while (!isWithin(dev)) {
+    const auto unused = dev.queue.oldestDirty(false, dev.passBeforeBegan);
+    if (unused && tryWriteHome(lock, unused)) continue;
+    if (dev.queue.resultBytes() > dev.budget / 2 || !dev.queue.dropStaying(retired)) return;
+  }
 }
 
 // Sends home what has been Dirty for longest, until the write buffer and the budget hold the rest. A gradient that finds no room has
