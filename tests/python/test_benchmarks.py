@@ -137,8 +137,42 @@ def lowered(part: str, ratio: float | None, equal: bool = True) -> dict[str, Any
     return {"part": part, "tokens": 2048, "variant": "offload", "ratio": ratio, "equal": equal}
 
 
-BUDGETS = [run("0", 0.1), run("half", 0.055), run("auto", 0.0204), run("auto", 0.05, tokens=1), run("0", 0.1, tokens=1)]
+def stepped(algorithm: str, median: float, place: str = "offload") -> dict[str, Any]:
+    return {"place": place, "algorithm": algorithm, "median": median}
+
+
+def trained(part: float, dtype: str = "torch.bfloat16", algorithm: str = "default") -> list[dict[str, Any]]:
+    both = {"as it is": 0.5 * part, "with waits": 0.5}
+    return [
+        {"dtype": dtype, "algorithm": algorithm, "variant": name, "median": median} for name, median in both.items()
+    ]
+
+
+def fed(slower: float, work: str, budget: str = "automatic", to: str = "offload", equal: bool = True) -> dict[str, Any]:
+    return {"work": work, "budget": budget, "fed": to, "slower than plain": slower, "equal": equal}
+
+
+ALONE = [
+    stepped("default", 0.11),
+    stepped("on the GPU", 0.9),
+    stepped("fused", 0.1, "cpu"),
+    stepped("default", 1, "cpu"),
+]
+TRAINED = [
+    *(trained(0.82) + trained(0.82, algorithm="fused") + trained(0.99, algorithm="on the GPU")),
+    *(trained(0.78, "torch.float32") + trained(0.78, "torch.float32", "fused")),
+]
+BUDGETS = [
+    *(run("0", 0.1), run("half", 0.055), run("auto", 0.0204), run("auto, full GPU", 0.042, ideal=0.04)),
+    *(run("0", 0.1, tokens=1), run("auto", 0.026, tokens=1)),
+]
 STEPS = [run("", 1.02, variant="offload", ideal=1.0)]
+FORWARD, BOTH, GENERATE = "forward, 4096 tokens", "forward and backward, 4096 tokens", "generate(), 32 tokens after 128"
+FED = [
+    *(fed(1.1, work) for work in (FORWARD, BOTH, GENERATE)),
+    *(fed(1.25, FORWARD, "half"), fed(9.0, BOTH, "half"), fed(9.0, GENERATE, "half")),
+    *(fed(9.0, "forward, 1 tokens"), fed(9.0, BOTH, "0"), fed(9.0, FORWARD, to="resident")),
+]
 
 
 @pytest.mark.parametrize(
@@ -171,6 +205,39 @@ STEPS = [run("", 1.02, variant="offload", ideal=1.0)]
             [[lowered("accumulation", None, equal=False)]],
             ["accumulation of 2048 tokens, offload: other bits than the resident model's."],
         ),
+        ("optimizer", [ALONE, TRAINED], []),
+        (
+            "optimizer",
+            [[*ALONE, stepped("default", 0.1101)], TRAINED],
+            ["AdamW on offload: 1.101 times PyTorch's fused step on the CPU, and not 1.1."],
+        ),
+        (
+            "optimizer",
+            [ALONE, [*TRAINED, *trained(0.821)]],
+            ["training in torch.bfloat16, default: 0.821 of the step with waits, and not 0.82."],
+        ),
+        (
+            "optimizer",
+            [ALONE, [*TRAINED, *trained(0.781, "torch.float32", "fused")]],
+            ["training in torch.float32, fused: 0.781 of the step with waits, and not 0.78."],
+        ),
+        ("placement", [FED], []),
+        *(
+            (
+                "placement",
+                [[fed(goal + 0.001, work, budget)]],
+                [f"{work}, budget {budget}: {goal + 0.001:.3f} times fed with CUDA tensors, and not {goal}."],
+            )
+            for work, budget, goal in [
+                *((work, "automatic", 1.1) for work in (FORWARD, BOTH, GENERATE)),
+                (FORWARD, "half", 1.25),
+            ]
+        ),
+        (
+            "placement",
+            [[fed(1.0, FORWARD, "0", "CUDA", equal=False)]],
+            ["forward, 4096 tokens, budget 0, fed with CUDA: the output differs from the resident model's."],
+        ),
         ("residency", [BUDGETS, STEPS], []),
         (
             "residency",
@@ -181,6 +248,16 @@ STEPS = [run("", 1.02, variant="offload", ideal=1.0)]
             "residency",
             [[*BUDGETS, run("auto", 0.021)], STEPS],
             ["2048 tokens, automatic: 1.050 times the resident, and not 1.02."],
+        ),
+        (
+            "residency",
+            [[*BUDGETS, run("auto", 0.0262, tokens=1)], STEPS],
+            ["1 tokens, automatic: 1.310 times the resident, and not 1.3."],
+        ),
+        (
+            "residency",
+            [[*BUDGETS, run("auto, full GPU", 0.0424, ideal=0.04)], STEPS],
+            ["2048 tokens, GPU filled: 1.060 times the ideal, and not 1.05."],
         ),
         (
             "residency",

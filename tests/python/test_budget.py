@@ -396,7 +396,7 @@ def test_a_request_that_needs_what_stays():
 @pytest.mark.gpu
 @pytest.mark.whole_gpu
 def test_the_first_request_of_more_than_is_free():
-    """Most of the GPU is free, and the request takes that and a half of what stays: nobody but the driver knows how much is missing."""
+    """It takes all that is free, which is most of the GPU, and a half of what stays: the driver alone knows what is missing."""
     width = 4096
     net = layers(64, width).to(OFFLOAD)
     x = data(16, width)
