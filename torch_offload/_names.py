@@ -1,11 +1,8 @@
 """Names of tensors, for profilers: the cache's ranges carry them (csrc/aten/activity_ranges.h)."""
 
-import functools
 import gc
 import itertools
-import threading
 from collections.abc import Iterator
-from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -56,28 +53,3 @@ def name_all_modules() -> None:
     roots = [module for module in modules if id(module) not in parts and any(map(is_offload, _tensors(module)))]
     for module in roots:
         name_tensors(module, type(module).__name__ if len(roots) > 1 else "")
-
-
-class _Depth(threading.local):
-    """How many calls of a module's ``_apply`` this thread is in: one for each level of the module."""
-
-    value = 0
-
-
-def register() -> None:
-    """Names what a module moves to offload by the module that was moved, unless it has a name."""
-    original = torch.nn.Module._apply
-    depth = _Depth()
-
-    @functools.wraps(original)
-    def _apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        depth.value += 1
-        try:
-            result = original(self, *args, **kwargs)
-        finally:
-            depth.value -= 1
-        if depth.value == 0 and _C.in_use():
-            name_tensors(self, replace=False)
-        return result
-
-    torch.nn.Module._apply = _apply

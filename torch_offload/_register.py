@@ -25,7 +25,7 @@ def register(extension: ModuleType) -> None:
         _init,
         _jiterator,
         _library,
-        _names,
+        _modules,
         _optimizer,
         _pools,
         _purposes,
@@ -53,7 +53,7 @@ def register(extension: ModuleType) -> None:
     _sharing.register()
     _optimizer.register()
     _purposes.register()
-    _names.register()
+    _modules.register()
     _functions.register()
     _init.register()
     _graphs.register()

@@ -15,6 +15,12 @@ KINDS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, foreach=False),
 }
 
+OTHERS = {
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.9, centered=True, foreach=False),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01, foreach=False),
+    "Adamax": lambda parameters: torch.optim.Adamax(parameters, lr=0.01, foreach=False),
+}
+
 
 def stepped(kind, device, compile_step):
     """Three steps with the same gradients on every device: parameters and state behind them."""
@@ -71,3 +77,11 @@ def test_a_step_as_users_compile_it(kind, backend):
     (result, graphs), (expected, expected_graphs) = run(OFFLOAD), run(COMPUTE)
     assert_same_steps(kind, result, expected)
     assert graphs == expected_graphs
+
+
+@pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS)
+def test_a_step_of_another_optimizer(kind):
+    def run(device):
+        return stepped(kind, device, lambda optimizer: torch.compile(optimizer.step, backend="aot_eager"))
+
+    assert_same_steps(kind, run(OFFLOAD), run(COMPUTE))

@@ -76,7 +76,15 @@ REPLACED = [
     "test_saved_compiled.py",
     "test_torchao.py",
     "test_triton_launch.py",
-    "test_compile_memory.py::test_a_graph_holds_a_few_weights_at_a_time",
+]
+COMPILED = [
+    "test_compile_memory.py",
+    "test_compile_moves.py",
+    "test_compile_operations.py",
+    "test_compile_outputs.py",
+    "test_compile_writes.py",
+    # The slowest, which asks whether code compiles.
+    "--deselect=tests/python/test_compile_operations.py::test_generated_code_may_be_cpp",
 ]
 # Files, records and other processes; of the tests that start some, those that a cache could get wrong.
 SHARING = ["writes_between_forwards", "writes_of_a_child", "writes_of_a_child_into_a_result", "results_of_a_child"]
@@ -117,6 +125,7 @@ RUNS = {
     "late copies": (AUTOGRAD, {"TORCH_OFFLOAD_SEED": "10", "TORCH_OFFLOAD_COPY_DELAY_US": "100", **VALIDATE}),
     "everything": (EVERYTHING, {"TORCH_OFFLOAD_SEED": "1", "TORCH_OFFLOAD_POISON": "1"}),
     "what is replaced": (REPLACED, {"TORCH_OFFLOAD_SEED": "12", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
+    "compiled": (COMPILED, {"TORCH_OFFLOAD_SEED": "17", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
     "files and processes": (OUTSIDE, {"TORCH_OFFLOAD_SEED": "15", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
     "evict at once": (
         [*ORDER, "test_optim.py"],
@@ -184,6 +193,7 @@ RUNS = {
 EACH_TORCH = {
     "everything",
     "what is replaced",
+    "compiled",
     "files and processes",
     "budgets and orders",
     "evict at once",
@@ -215,7 +225,7 @@ def run_suite(files: list[str], settings: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider"]
     options = ["-c", str(HERE.parent.parent / "pyproject.toml"), "-m", "not whole_gpu"]
     done = subprocess.run(
-        [*command, *options, *[str(HERE / f) for f in files]],
+        [*command, *options, *[f if f.startswith("-") else str(HERE / f) for f in files]],
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
