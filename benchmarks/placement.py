@@ -25,8 +25,8 @@ from harness import arguments, compute_device, equal, finish, measure, ms, print
 import torch_offload
 
 COLUMNS = ["work", "budget", "fed with", "median ms", "least-most", "x resident", "x fed on CUDA", "same bits"]
-# Times what it takes fed with CUDA tensors: fed with offload tensors, at most, by work and budget. None with one token, where the
-# host's calls take the time, nor with a budget of 0, where every result goes home; nor with backward in a budget of half the
+# Times what it takes fed with CUDA tensors: fed with offload tensors, at most, by work and budget. None with one token, where
+# the host's calls take the time, nor with a budget of 0, where every result goes home; nor with backward in a budget of half the
 # weights, since what backward reads counts there, and is more than that.
 GOALS = {
     "forward, 1 tokens": {},
