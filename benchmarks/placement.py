@@ -26,8 +26,8 @@ import torch_offload
 
 COLUMNS = ["work", "budget", "fed with", "median ms", "least-most", "x resident", "x fed on CUDA", "same bits"]
 # Times what it takes fed with CUDA tensors: fed with offload tensors, at most, by work and budget. None with one token, where
-# the host's calls take the time, nor with a budget of 0, where every result goes home; nor with backward in a budget of half the
-# weights, since what backward reads counts there, and is more than that.
+# the host's calls take the time, nor with a budget of 0, where every result goes home. Nor with backward in a half of the
+# weights' bytes: what it reads of the forward counts there, and is more.
 GOALS = {
     "forward, 1 tokens": {},
     "forward, 4096 tokens": {"automatic": 1.1, "half": 1.25},

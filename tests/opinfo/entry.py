@@ -322,7 +322,10 @@ class Entry(Findings):
         supported = self.info.supported_dtypes(COMPUTE.type)
         first = next((dtype for dtype in (*DTYPES, *supported) if dtype in supported), None)
         looked = {} if first is None else {first: self.samples}
-        if first == torch.float32 and torch.complex64 in supported and self.samples is not None:
+        complex_too = torch.complex64 in supported & self.info.supported_dtypes(
+            CPU.type
+        )  # what is the host's by contract
+        if first == torch.float32 and complex_too and self.samples is not None:
             looked[torch.complex64] = min(COMPLEX_SAMPLES, self.samples)
         return looked
 
