@@ -66,6 +66,7 @@ def compare(
             record["equal"] = equal(steps[name](), truth)
             records.append(record)
     clear()
+    print_table(COLUMNS, [row(record) for record in records])
     return records
 
 
@@ -177,7 +178,6 @@ def main() -> None:
     for name, part in (("blocks", blocks), ("generation", generation)):
         if options.only in (None, name):
             records += part(options.tiny, rounds, device)
-    print_table(COLUMNS, [row(record) for record in records])
     write_record("placement", {"runs": records})
     finish(problems(records, options.tiny))
 

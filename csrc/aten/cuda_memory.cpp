@@ -276,12 +276,16 @@ class AskRelief final : public c10::FreeMemoryCallback {
 
 void relieveAllocatorBy(Relieve relieve, RelieveOf relieveOf, GiveUp giveUp) {
   theRelief.store(new Relief(relieve, relieveOf, giveUp), std::memory_order_release);
-  (void)compat::tellOfRefusedMemory(
-      [](std::size_t bytes) { theRelief.load()->refusedOnce(c10::cuda::current_device(), bytes); });
+  const bool told =
+      compat::tellOfRefusedMemory([](std::size_t bytes) { theRelief.load()->refusedOnce(c10::cuda::current_device(), bytes); });
   c10::cuda::CUDACachingAllocator::attachOutOfMemoryObserver(
       [](std::int64_t device, std::size_t bytes, std::size_t /*allowed*/, std::size_t /*free*/) {
         theRelief.load()->refused(static_cast<c10::DeviceIndex>(device), bytes);
       });
+  if (!told)
+    TORCH_WARN(
+        "offload: PyTorch's CUDA allocator can't be watched for requests that the driver refuses, so the first request of more"
+        " than is free fails even while the cache holds as much; ask again, or call torch_offload.empty_cache() before.");
 }
 
 void setThreadHasPool(bool has) noexcept {

@@ -8,7 +8,9 @@
 //     library (-Bsymbolic, protected visibility), is called through none: who redirects has to test that it had an effect.
 //   - Addresses kept elsewhere (function pointers in tables, dlsym) stay what they were.
 //   - A slot inside PT_GNU_RELRO is read-only once its library is loaded. Its page is made writable for the one store and
-//     read-only again. Slots outside are bound lazily and stay writable for good.
+//     read-only again. Slots outside stay writable for good, and where the library was loaded with RTLD_LAZY (Python doesn't) hold
+//     the dynamic linker's resolver until the first call: it writes the function's address, so whoever redirects must not call
+//     what was in the slot, but the function by a slot of his own library.
 //   - The store is one aligned word, so a thread that calls through the slot meanwhile takes the old function or the new one.
 #pragma once
 

@@ -13,7 +13,8 @@ namespace offload::compat {
 /// those of expandable segments, which it makes by other functions.
 ///
 /// Has `told` called with the bytes of each such request, on its thread, with its device current and the allocator's lock held: it must
-/// not throw or take the GIL. False where libc10_cuda calls cudaMalloc by no import slot. To be called once.
+/// not throw or take the GIL. False where libc10_cuda has no import slot of cudaMalloc, or one that can't be written: the allocator stays
+/// as it was. To be called once.
 bool tellOfRefusedMemory(void (*told)(std::size_t bytes));
 
 } // namespace offload::compat
