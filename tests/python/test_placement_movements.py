@@ -309,6 +309,24 @@ def test_a_write_to_a_part_of_what_was_born_on_the_device(name):
     assert_same(given[0], plain[0])
 
 
+@pytest.mark.parametrize(
+    "view", [(slice(None, None, 2),), (slice(None), slice(None, None, 2))], ids=["rows", "columns"]
+)
+@pytest.mark.parametrize(
+    "write", [torch.Tensor.copy_, torch.Tensor.add_, torch.Tensor.zero_], ids=lambda write: write.__name__
+)
+def test_what_lies_between_the_elements_that_are_written_stays(write, view):
+    """Of a view whose elements are first and last in the storage, and not all of it."""
+
+    def changed(device):
+        a = place(at(CPU, 7, 9), "device") if device == OFFLOAD else at(device, 7, 9)
+        b = at(device, *a[view].shape, seed=1)
+        write(a[view], *([] if write is torch.Tensor.zero_ else [b]))
+        return a
+
+    assert_same(changed(OFFLOAD), changed(COMPUTE))
+
+
 @pytest.mark.parametrize("name", {**WRITES, **PARTS})
 def test_a_write_to_what_was_born_on_the_host(name):
     write = {**WRITES, **PARTS}[name]

@@ -54,8 +54,8 @@ void copyOnHost(const at::Tensor& from, const at::Tensor& to) {
 // What becomes all of a tensor that was born on the device is made there, as all that is written to it is.
 bool copyThere(const at::Tensor& from, const at::Tensor& to) {
   const c10::Device device = pairedDevice(to.device().index());
-  if (!isCached(device) || HostScope::active() || from.device() != to.device() || !coversItsStorage(to) || to.is_conj() ||
-      to.is_neg() || from.storage().is_alias_of(to.storage()) || blockOf(to.storage()).born != Born::Device) {
+  if (!isCached(device) || HostScope::active() || from.device() != to.device() || !coversItsStorage(to) || !fillsRange(to) ||
+      to.is_conj() || to.is_neg() || from.storage().is_alias_of(to.storage()) || blockOf(to.storage()).born != Born::Device) {
     return false;
   }
   try {
