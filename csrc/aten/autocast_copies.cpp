@@ -43,7 +43,7 @@ bool mayHaveCopy(const at::Tensor& offload, c10::Device target) {
   if (mayWorkOnDevice() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
   if (offload.storage().nbytes() < least || offload.storage().nbytes() == 0) return false;
   const Block& block = blockOf(offload.storage());
-  return block.purpose == Purpose::Parameter && block.born == Born::Host && !block.shared && !block.file &&
+  return block.purpose == Purpose::Parameter && block.born != Born::Device && !block.shared && !block.file &&
       block.bytes == offload.storage().nbytes() && block.bytes % sizeof(float) == 0 &&
       !context.residency().isCaptured(context.currentStream(target.index()));
 }

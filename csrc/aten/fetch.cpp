@@ -319,6 +319,21 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Devic
   return true;
 }
 
+bool changePart(const at::Tensor& offload, const at::Tensor& value, c10::Device computed) {
+  const auto& storage = offload.storage();
+  const auto item = static_cast<std::size_t>(offload.element_size());
+  Block& block = blockOf(storage);
+  if (!isCached(computed) || block.born != Born::Device || storage.nbytes() % item != 0 ||
+      !Context::get().residency().has(block, {0, storage.nbytes()}, computed.index())) {
+    return false;
+  }
+  const at::Tensor elements = offload.as_strided({static_cast<std::int64_t>(storage.nbytes() / item)}, {1}, 0);
+  const at::Tensor whole = fetchTo(elements, computed).clone();
+  whole.as_strided(offload.sizes(), offload.strides(), offload.storage_offset()).copy_(value);
+  adoptBytes(block, whole, computed);
+  return true;
+}
+
 bool isFetched(const at::Tensor& tensor) {
   bool fetched = false;
   visitDense(tensor, [&fetched](const at::Tensor& dense) {

@@ -59,6 +59,8 @@ bool endsWith(std::string_view text, std::string_view end) {
 // By Update; also as `_foreach_`.
 const std::unordered_set<std::string_view> kUpdates{"mul_", "add_", "sub_", "div_", "lerp_", "addcmul_", "addcdiv_"};
 
+const std::unordered_set<std::string_view> kFills{"aten::zero_", "aten::fill_", "aten::_foreach_zero_"};
+
 bool startsWith(std::string_view& text, std::string_view start) {
   if (!text.starts_with(start)) return false;
   text.remove_prefix(start.size());
@@ -105,6 +107,8 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
   bool writes = false;
   looksUp = isLookup(schema);
   contracts = schema.name() == "aten::einsum";
+  draws = op.hasTag(at::Tag::nondeterministic_seeded);
+  fills = kFills.contains(schema.name()) && schema.overload_name() != "Tensor";
   for (const auto& argument : schema.arguments()) {
     ArgumentTraits traits;
     traits.table = looksUp && arguments.empty();
@@ -170,6 +174,7 @@ bool OpTraits::leavesDevice(const torch::jit::Stack& stack) const {
 
 Operands OpTraits::operands(const torch::jit::Stack& stack) const {
   Operands found;
+  found.drawn = draws;
   const auto values = torch::jit::last(stack, arguments.size());
   for (std::size_t k = 0; k < arguments.size(); ++k) {
     const auto& argument = arguments[k];

@@ -39,6 +39,8 @@ struct OpTraits {
   bool composite = false; // made of operations that are intercepted too
   bool decomposes = false; // of offload operands alone its parts give what the device gives
   bool convertsDevice = false; // its Device argument says where the result lives
+  bool draws = false; // random numbers
+  bool fills = false; // a tensor with one number
   bool contracts = false; // tensors of a list, as an equation says
   bool looksUp = false; // reads rows of its first operand: Note [Lookups]
   bool countsFromStorage = false; // its offset is one into the operand's storage, of which it may read all

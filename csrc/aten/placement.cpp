@@ -24,6 +24,18 @@ bool isBornOnDevice(const at::Tensor& offload) {
       offload.storage().nbytes() > 0 && blockOf(offload.storage()).born == Born::Device;
 }
 
+bool isUndecided(const at::Tensor& offload) {
+  if (!offload.has_storage() || offload.requires_grad() || offload.storage().nbytes() == 0) return false;
+  const Block& block = blockOf(offload.storage());
+  return block.born == Born::Undecided && block.purpose == Purpose::Temporary;
+}
+
+void decideBirth(const at::Tensor& offload, Born born) {
+  if (!offload.has_storage() || offload.storage().nbytes() == 0) return;
+  Born open = Born::Undecided;
+  blockOf(offload.storage()).born.compare_exchange_strong(open, born);
+}
+
 void Operands::add(const at::Tensor& tensor, bool written, bool out) {
   if (!tensor.defined()) return;
   const c10::Device device = tensor.device();
@@ -42,7 +54,11 @@ void Operands::add(const at::Tensor& tensor, bool written, bool out) {
       deviceBorn = deviceBorn || traced; // a graph moves, too, where it computes
       const bool onDevice = plain && !traced && isBornOnDevice(tensor);
       deviceBorn = deviceBorn || onDevice;
-      targetDeviceBorn = targetDeviceBorn || (written && onDevice);
+      if (!written) return;
+      const bool undecided = plain && !traced && !onDevice && isUndecided(tensor);
+      targetDeviceBorn = targetDeviceBorn || onDevice;
+      targetUndecided = targetUndecided || undecided;
+      targetHostBorn = targetHostBorn || !(onDevice || undecided);
       return;
     }
     case c10::DeviceType::CUDA:
@@ -69,9 +85,10 @@ Placement place(const Operands& operands, Effect effect) {
     return {context.backend() == Backend::Sim ? pairedDevice(operands.index) : c10::Device(c10::kCPU), false, home};
   }
   if (operands.cudaScalar && !operands.offloadDims) return {*operands.cudaScalar, false, home};
+  const bool first = operands.targetUndecided && !operands.targetHostBorn && operands.deviceBorn && !operands.drawn;
   const bool onDevice = !HostScope::active() && !operands.hostGenerator &&
       (effect == Effect::NewValue || (effect == Effect::Movement && operands.deviceBorn) ||
-       (effect == Effect::InPlace && operands.targetDeviceBorn));
+       (effect == Effect::InPlace && (operands.targetDeviceBorn || first)));
   return {onDevice ? pairedDevice(operands.index) : c10::Device(c10::kCPU), true, home};
 }
 

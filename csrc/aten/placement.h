@@ -4,7 +4,8 @@
 // Compute happens where the activations are; offload tensors follow. A tensor with dims on CUDA, or else on the CPU, decides, and
 // the result stays there. Among offload tensors alone a new value is made on the paired device, what merely moves values is made
 // where the operand was born, and what is changed in place is changed where it was born. Where something was born never changes,
-// so no result depends on what the cache holds. A movement whose gradient is asked for counts as a new value: backward adds what
+// so no result depends on what the cache holds. Zeros, ones and memory without a value are born with the first value that is written to
+// them: on the device where one of its operands was, if it isn't drawn at random. A movement whose gradient is asked for counts as a new value: backward adds what
 // was read more than once, and sums have the device's bits. Within an optimizer's step, or torch_offload.on_host(), all of this is on the
 // host. 0-dim tensors count as nothing beside tensors with dims, unless they are written to.
 #pragma once
@@ -20,11 +21,19 @@ namespace offload {
 /// Whether what the offload tensor holds was first made on a device. Not for wrappers, which hold nothing themselves.
 bool isBornOnDevice(const at::Tensor& offload);
 
+/// Whether its first value will decide where it was born. Not that of parameters, buffers and optimizers' state, which are the host's.
+bool isUndecided(const at::Tensor& offload);
+/// Where that was made, if it is to be decided.
+void decideBirth(const at::Tensor& offload, Born born);
+
 /// What an operation is given, as far as the rule asks.
 struct Operands {
   bool offload = false; // any offload tensor
   bool deviceBorn = false; // any whose Block was born on a device
   bool targetDeviceBorn = false; // one that is written to
+  bool targetHostBorn = false;
+  bool targetUndecided = false;
+  bool drawn = false; // the values are random
   std::optional<c10::Device> plainTarget; // of a tensor elsewhere that is
   bool requiresGrad = false; // any operand, wherever it lives
   bool wrapped = false; // subclasses on offload, and functorch's wrappers, which only the kernel below can open

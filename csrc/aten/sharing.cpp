@@ -27,7 +27,8 @@ void share(c10::StorageImpl& storage) {
   if (isShared(storage)) return;
   Context& context = Context::get();
   Block& old = blockOf(storage);
-  c10::DataPtr data = context.sharedBlock(newMemory(storage.nbytes(), old.born), storage.device().index(), old.purpose);
+  const Born born = old.born == Born::Device ? Born::Device : Born::Host; // which no process is to decide for the others
+  c10::DataPtr data = context.sharedBlock(newMemory(storage.nbytes(), born), storage.device().index(), old.purpose);
   {
     HostLease from = context.lease(old, Access::Read);
     copyHost(data.get(), storage.data(), storage.nbytes()); // which nobody else knows of yet

@@ -22,6 +22,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
@@ -68,6 +69,18 @@ at::Tensor workFor(const at::Tensor& value, const at::Tensor& source) {
   if (value.is_sparse()) return value.clone();
   const at::Tensor one = unexpanded(value, value.strides());
   return one.is_same(value) ? value.clone() : one.clone().expand(value.sizes());
+}
+
+// Whether it gets a new value as a whole, which the cache takes.
+bool isOverwritten(const OpTraits& traits, const Placement& placement, const at::Tensor& offload) {
+  return traits.fills && placement.toOffload && isCached(placement.compute) && !tracing() && !isSparse(offload) &&
+      offload.is_non_overlapping_and_dense() && coversItsStorage(offload) && !offload.is_conj() && !offload.is_neg();
+}
+
+at::Tensor emptyAs(const at::Tensor& offload, c10::Device device) {
+  const ModeOfWritten mode(offload);
+  if (device.is_cpu()) device = c10::kCPU; // whose index is the cache's alone
+  return at::empty_strided(offload.sizes(), offload.strides(), offload.options().device(device));
 }
 
 // More than bytes, that are given away with them: a tangent, or a level of functorch's.
@@ -178,6 +191,10 @@ void callFetched(
     const auto again = std::ranges::find_if(writes, [&](const Written& one) { return one.source.is_same(tensor); });
     if (written && again != writes.end()) return again->work; // a list may name one twice
     if (argument.table && reads && (inPlace.table = lookUp(tensor, placement.compute, *reads)).defined()) return inPlace.table;
+    if (written && isOverwritten(traits, placement, tensor)) { // and isn't read
+      writes.push_back({tensor, emptyAs(tensor, placement.compute), argument, {}});
+      return writes.back().work;
+    }
     const bool lowered = lower && !argument.written && needsLowering(tensor, *lower);
     auto value = lowered ? fetchLowered(tensor, placement.compute, *lower) : fetch(tensor, placement.compute);
     if (written) {
@@ -251,8 +268,17 @@ Effect placedEffect(const OpTraits& traits, const Stack& stack) {
   return traits.convertsDevice || traits.adds(stack) ? Effect::NewValue : traits.effect;
 }
 
+void decideBirths(const OpTraits& traits, Stack& stack, Born born) {
+  replaceTensors(traits, stack, [born](const at::Tensor& tensor, const ArgumentTraits& argument) {
+    if (argument.written && isOffload(tensor) && isUndecided(tensor)) decideBirth(tensor, born);
+    return at::Tensor();
+  });
+}
+
 void runBelowAutograd(const c10::OperatorHandle& op, const OpTraits& traits, const Operands& operands, Stack& stack) {
   Placement placement = place(operands, placedEffect(traits, stack));
+  if (operands.targetUndecided && !traits.fills)
+    decideBirths(traits, stack, placement.toOffload && isCached(placement.compute) ? Born::Device : Born::Host);
   if (traits.effect == Effect::InPlace && placement.toOffload && !op.hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
     placement.compute = pairedDevice(placement.home.index()); // where alone there is a kernel for it
   }

@@ -24,7 +24,8 @@ enum class BlockKind {
 };
 
 /// Where a storage's first value came about. It never changes, so where an operation computes does not depend on what the cache holds.
-enum class Born { Host, Device };
+/// Memory that was never written to, or filled with a constant alone, has no value yet: the first one decides.
+enum class Born { Host, Device, Undecided };
 
 /// Plain data; Residency guards what changes.
 struct Block {
@@ -36,7 +37,8 @@ struct Block {
   void* const data;
   const std::size_t bytes;
   const BlockKind kind;
-  const Born born;
+  /// Changed once, from Undecided.
+  std::atomic<Born> born;
   /// Raised by HostAccounts::claim() alone, at any time.
   std::atomic<Purpose> purpose = Purpose::Temporary;
   const int device; // the index i of `offload:i`, and of the device that it is paired with

@@ -182,6 +182,9 @@ class Residency {
   /// the Block was written to since by anybody else, or is about to be. The caller keeps the Block: retainSource().
   void bringHome(const Pin& pin, Stream producer);
 
+  /// Whether a fetch of these bytes to that device would now find them there.
+  bool has(const Block& block, Extent extent, int device) const;
+
   /// The version of the newest bytes, once all jobs on the Block are done; none where the host does not have them.
   std::optional<std::uint64_t> awaitVersion(Block& block);
   /// That of the bytes which a job reads, for `work` to ask.

@@ -155,7 +155,7 @@ bool Schedule::keeps(const Block& block, Extent extent, bool room) const {
   if (const auto stays = planned({&block, extent})) return *stays;
   const auto guest = extent == Extent{0, block.bytes} ? guests_.stays(block) : std::nullopt;
   if (guest && (*guest || block.fetches == 0)) return *guest; // a weight that is not admitted stays where any other would
-  return room && block.born == Born::Host;
+  return room && block.born != Born::Device;
 }
 
 void Schedule::forget(const Block& block) noexcept {

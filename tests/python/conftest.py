@@ -25,3 +25,12 @@ def nothing_is_left() -> Iterator[None]:
     yield
     torch_offload.synchronize()
     assert pending_jobs() == 0
+
+
+@pytest.fixture
+def room():
+    """All that the tests of a file make has room in the cache, and nothing is there before."""
+    torch_offload.set_budget(2**24)
+    torch_offload.empty_cache()
+    yield
+    torch_offload.set_budget("auto")

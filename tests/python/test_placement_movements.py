@@ -7,51 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import COMPUTE, CPU, HOST, OFFLOAD, assert_same, at
+from placing import BYTES, NOTHING, SIZE, crossed, operands, place
 
 import torch_offload
 
-SIZE = 16
-BYTES = 4 * SIZE * SIZE
-NOTHING = (0, 0, 0)
-pytestmark = pytest.mark.skipif(HOST, reason="there is no link")
+pytestmark = [pytest.mark.skipif(HOST, reason="there is no link"), pytest.mark.usefixtures("room")]
 births = pytest.mark.parametrize("born", ["host", "device"])
-
-
-@pytest.fixture(autouse=True)
-def room():
-    """All that these tests make has room, and nothing is there before."""
-    torch_offload.set_budget(2**24)
-    torch_offload.empty_cache()
-    yield
-    torch_offload.set_budget("auto")
-
-
-def crossed(run):
-    """What a call moves over the link: bytes down, bytes home, and in how many copies these went home."""
-
-    def moved():
-        torch_offload.synchronize()
-        stats = torch_offload.memory_stats()
-        return [stats[f"link.{name}"] for name in ("bytes_to_device", "bytes_to_host", "copies_to_host")]
-
-    before = moved()
-    run()
-    return tuple(new - old for new, old in zip(moved(), before, strict=True))
-
-
-def place(tensor, born):
-    """On offload, and made there by arithmetic if it is to be born on the device."""
-    tensor = tensor.to(OFFLOAD)
-    if born == "host":
-        return tensor
-    return tensor | tensor if tensor.dtype == torch.bool else tensor * 1
-
-
-def operands(born, device=OFFLOAD):
-    """Two tensors of numbers, rows in another order, and a mask."""
-    rows = torch.arange(SIZE).flip(0) * 5 % SIZE
-    made = [at(CPU, SIZE, SIZE), at(CPU, SIZE, SIZE, seed=1), rows, at(CPU, SIZE, SIZE, seed=2) > 0]
-    return [place(tensor, born) if device == OFFLOAD else tensor.to(device) for tensor in made]
 
 
 def image(a):
@@ -298,13 +259,26 @@ def test_a_write_to_what_was_born_on_the_device(name):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_write_to_a_part_of_what_was_born_on_the_device(name):
-    """That goes home for it, as does what is copied from; each once, and nothing comes back for it."""
+    """It is made on the device, where all of it is; a number comes from the host."""
+    number = 4 if name == "setitem of a number" else 0
     given, plain = operands("device"), operands("device", COMPUTE)
-    down, home, copies = crossed(lambda: (PARTS[name](*given), given[0].cpu()))
-    assert down == 0
-    assert home <= 2 * BYTES
-    assert copies <= 2
+    for _ in range(2):
+        assert crossed(lambda: PARTS[name](*given)) in (NOTHING, (number, 0, 0))
+        PARTS[name](*plain)
+    assert crossed(lambda: given[0] * 1) == NOTHING
+    assert crossed(given[0].cpu) == (0, BYTES, 1)
     assert crossed(given[0].cpu) == NOTHING
+    assert_same(given[0], plain[0])
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_write_to_a_part_of_what_has_gone_home(name):
+    """What was born on the device and is not in the cache is not fetched for it: the part goes home, or is written there."""
+    given, plain = operands("device"), operands("device", COMPUTE)
+    given[0].cpu()
+    torch_offload.empty_cache()
+    down, _, _ = crossed(lambda: PARTS[name](*given))
+    assert down < 2 * BYTES, "of the operands, the parts"
     PARTS[name](*plain)
     assert_same(given[0], plain[0])
 
@@ -372,7 +346,7 @@ def test_out_that_was_born_on_the_device(name):
 def test_out_that_was_born_on_the_host(name):
     """Operands come home, each once; the result is there already."""
     for born in ("host", "device"):
-        given, out = operands(born), torch.zeros(SIZE, SIZE, device=OFFLOAD)
+        given, out = operands(born), torch.zeros(SIZE, SIZE).to(OFFLOAD)
         down, home, _ = crossed(lambda given=given, out=out: OUTS[name](*given, out))
         assert down == 0
         assert home <= (sum(tensor.nbytes for tensor in given) if born == "device" else 0)

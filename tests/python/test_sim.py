@@ -38,6 +38,7 @@ EVERYTHING = [
     "test_placement_zero_dim.py",
     "test_placement_memory.py",
     "test_placement_movements.py",
+    "test_placement_births.py",
     "test_views_storage.py",
     "test_factories.py",
     "test_optim.py",

@@ -51,15 +51,26 @@ void copyOnHost(const at::Tensor& from, const at::Tensor& to) {
   target.copy_(isOffload(from) ? hostAlias(from) : from);
 }
 
-// What becomes all of a tensor that was born on the device is made there, as all that is written to it is.
+// Whether a tensor is where what is stored in `offload` computes.
+bool isThere(const at::Tensor& tensor, c10::Device offload) {
+  if (isOffload(tensor)) return tensor.device() == offload;
+  const bool plays = Context::get().backend() == Backend::Sim && tensor.is_cpu(); // CUDA's part
+  return plays || tensor.device() == pairedDevice(offload.index());
+}
+
+// What becomes the value of a tensor that was born on the device is made there, as all that is written to it is; a part of one that is
+// in the cache, too, or all of it would go home for the write and come back.
 bool copyThere(const at::Tensor& from, const at::Tensor& to) {
   const c10::Device device = pairedDevice(to.device().index());
-  if (!isCached(device) || HostScope::active() || from.device() != to.device() || !coversItsStorage(to) || !fillsRange(to) ||
-      to.is_conj() || to.is_neg() || from.storage().is_alias_of(to.storage()) || blockOf(to.storage()).born != Born::Device) {
+  if (!isCached(device) || HostScope::active() || !isThere(from, to.device()) || to.is_conj() || to.is_neg() ||
+      from.storage().is_alias_of(to.storage()) || blockOf(to.storage()).born != Born::Device) {
     return false;
   }
   try {
+    const bool whole = coversItsStorage(to) && fillsRange(to);
+    if (!isOffload(from)) return !whole && changePart(to, from, device);
     const at::Tensor fetched = fetchTo(from, device);
+    if (!whole) return changePart(to, fetched, device);
     at::Tensor value = at::empty_strided(to.sizes(), to.strides(), fetched.options().dtype(to.dtype()));
     value.copy_(fetched);
     return replaceValue(to, value, device);
@@ -75,6 +86,12 @@ at::Tensor copyFrom(const at::Tensor& self, const at::Tensor& to, bool /*nonBloc
         " can't be copied into one of shape ", to.sizes(), ".");
     return to;
   }
+  if (isOffload(to) && isUndecided(to)) {
+    const bool there =
+        isOffload(self) && isBornOnDevice(self) && !HostScope::active() && isCached(pairedDevice(to.device().index()));
+    decideBirth(to, there ? Born::Device : Born::Host);
+  }
+  if (isOffload(to) && copyThere(self, to)) return to;
   if (isOffload(self) && to.is_cuda()) {
     const_cast<at::Tensor&>(to).copy_(fetchTo(self, to.device()));
   } else if (self.is_cuda()) {
@@ -87,7 +104,7 @@ at::Tensor copyFrom(const at::Tensor& self, const at::Tensor& to, bool /*nonBloc
     TORCH_CHECK(
         (isOffload(self) || self.is_cpu()) && (isOffload(to) || to.is_cpu()), "offload: can't copy from ", self.device(),
         " to ", to.device(), "; copy through the CPU.");
-    if (!isOffload(self) || !isOffload(to) || !copyThere(self, to)) copyOnHost(self, to);
+    copyOnHost(self, to);
   }
   return to;
 }

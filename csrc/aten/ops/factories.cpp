@@ -1,4 +1,5 @@
 // Factories, resize_ and set_.
+#include "aten/placement.h"
 #include "aten/refusals.h"
 #include "aten/tensors.h"
 #include "compat/registration.h"
@@ -7,10 +8,47 @@
 #include <ATen/InferSize.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/blackman_window.h>
+#include <ATen/ops/full_like_native.h>
 #include <ATen/ops/kaiser_window.h>
+#include <ATen/ops/new_full_native.h>
+#include <ATen/ops/new_ones_native.h>
+#include <ATen/ops/new_zeros_native.h>
+#include <ATen/ops/ones_like_native.h>
+#include <ATen/ops/zeros_like_native.h>
+
+#include <utility>
 
 namespace offload {
 namespace {
+
+// Of what this thread makes without a value.
+thread_local Born theBirth = Born::Undecided;
+
+class BirthScope {
+ public:
+  explicit BirthScope(Born born) : before_(std::exchange(theBirth, born)) {}
+  BirthScope(const BirthScope&) = delete;
+  BirthScope& operator=(const BirthScope&) = delete;
+  ~BirthScope() {
+    theBirth = before_;
+  }
+
+ private:
+  const Born before_;
+};
+
+// PyTorch's factory of a constant like a tensor, which makes memory and fills it. It is made on the device where the tensor was.
+template <auto>
+struct BornLike;
+
+template <class... Arguments, at::Tensor (*factory)(const at::Tensor&, Arguments...)>
+struct BornLike<factory> {
+  static at::Tensor call(const at::Tensor& like, Arguments... arguments) {
+    const bool there = !HostScope::active() && isBornOnDevice(like);
+    const BirthScope scope(there ? Born::Device : Born::Undecided);
+    return factory(like, arguments...);
+  }
+};
 
 void checkOptions(std::optional<at::Layout> layout, std::optional<bool> pinned) {
   TORCH_CHECK(
@@ -24,7 +62,7 @@ at::Tensor emptyStrided(
     std::optional<at::Device> device, std::optional<bool> pinned) {
   checkOptions(layout, pinned);
   at::detail::check_size_nonnegative(sizes);
-  return emptyOffload(sizes, strides, c10::dtype_or_default(type), device.value_or(at::Device(kOffload)), Born::Host);
+  return emptyOffload(sizes, strides, c10::dtype_or_default(type), device.value_or(at::Device(kOffload)), theBirth);
 }
 
 at::Tensor emptyMemoryFormat(
@@ -159,6 +197,12 @@ bool hasCompatibleShallowCopyType(const at::Tensor& self, const at::Tensor& from
 OFFLOAD_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", emptyMemoryFormat);
   m.impl("empty_strided", emptyStrided);
+  m.impl("zeros_like", BornLike<&at::native::zeros_like>::call);
+  m.impl("ones_like", BornLike<&at::native::ones_like>::call);
+  m.impl("full_like", BornLike<&at::native::full_like>::call);
+  m.impl("new_zeros", BornLike<&at::native::new_zeros>::call);
+  m.impl("new_ones", BornLike<&at::native::new_ones>::call);
+  m.impl("new_full", BornLike<&at::native::new_full>::call);
   m.impl("blackman_window", blackmanWindow);
   m.impl("blackman_window.periodic", blackmanWindowPeriodic);
   m.impl("kaiser_window", kaiserWindow);
