@@ -1,5 +1,7 @@
 #include "aten/captured_graph.h"
 
+#include "aten/tensors.h"
+
 namespace offload {
 
 CapturedGraph::CapturedGraph(c10::DeviceIndex device)
@@ -22,6 +24,15 @@ CapturedGraph::Replay::Replay(const CapturedGraph& graph)
 
 CapturedGraph::Replay::~Replay() {
   Context::get().residency().endReplay(fetches_, stream_);
+}
+
+// Fake tensors and wrappers name the device and have no Block.
+bool canBeCaptured(const at::Tensor& tensor, std::uintptr_t alignment) {
+  if (!isOffload(tensor) || tensor.key_set().has(c10::DispatchKey::Python) || !tensor.has_storage()) return true;
+  const c10::Storage& storage = tensor.storage();
+  if (storage.nbytes() == 0) return true;
+  return memoryOf(blockOf(storage)) == HostMemory::Pinned &&
+      reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % alignment == 0;
 }
 
 void refuseHostAccessInCapture(c10::DeviceIndex index) {

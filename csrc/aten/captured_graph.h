@@ -34,6 +34,10 @@ class CapturedGraph {
   const std::shared_ptr<CapturedFetches> fetches_;
 };
 
+/// Whether a graph may fetch a tensor while it is captured, and the tensor begins at a multiple of `alignment`. One that is not on
+/// offload is nothing to fetch. The answer for a storage's memory never changes.
+bool canBeCaptured(const at::Tensor& tensor, std::uintptr_t alignment);
+
 /// Throws where a graph is being captured on the current stream of the device `index`: nothing on the host is part of one.
 void refuseHostAccessInCapture(c10::DeviceIndex index);
 

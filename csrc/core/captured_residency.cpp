@@ -63,10 +63,13 @@ Pin Residency::fetchCaptured(Block& block, Extent extent, Stream stream, std::ui
   if (extent.bytes() == 0) return {};
   requireWithin(block, extent);
   if (memoryOf(block) != HostMemory::Pinned) {
+    const bool foreign = block.kind == BlockKind::Foreign;
     throw Error(
         "offload: can't capture a fetch of " + std::to_string(extent.bytes()) +
-        " bytes into a CUDA graph, as their host memory is not page-locked (it is a file's, of another library, or past the "
-        "limit on pinned memory); give the tensor memory of its own with clone(), or move it to CUDA before the capture.");
+        " bytes into a CUDA graph, as their host memory is not page-locked (it is " +
+        (foreign ? "a file's or of another library); give the tensor memory of its own with clone()"
+                 : "past what may be); raise TORCH_OFFLOAD_PINNED_LIMIT, or the system's limit on locked memory") +
+        ", or move the tensor to CUDA before the capture.");
   }
   if (stream.device != graph->device()) {
     throw Error(

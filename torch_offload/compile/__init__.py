@@ -19,6 +19,14 @@ def register() -> None:
     export.register()
 
 
+def changed(error: Exception) -> ImportError:
+    """Says what of inductor's is not as it has to be."""
+    return ImportError(
+        f"torch_offload: inductor has changed in torch {torch.__version__} ({error}), and its graphs can't hold offload "
+        'tensors; compile with backend="aot_eager", or use a torch that this release of torch_offload supports.'
+    )
+
+
 def register_with_inductor() -> None:
     """Called when inductor first compiles something, of whatever program.
 
@@ -32,7 +40,4 @@ def register_with_inductor() -> None:
     except (AttributeError, ImportError) as error:
         if not _C.in_use():
             return  # nobody's concern
-        raise ImportError(
-            f"torch_offload: inductor has changed in torch {torch.__version__} ({error}), and its graphs can't hold offload "
-            'tensors; compile with backend="aot_eager", or use a torch that this release of torch_offload supports.'
-        ) from error
+        raise changed(error) from error

@@ -11,9 +11,11 @@ that it generates touch none of their bytes, which copies may be writing at the 
   - with CUDA graphs (`mode="reduce-overhead"`) a fetch is captured where all of the graph is. Where anything else has to be
     left out, and cuts the graph into parts, fetches are left out too: from part to part goes memory of the CUDA graphs' pool
     alone, which a fetch's isn't. So are they where one is of a tensor that is no parameter or buffer, and may be another one at
-    each call. And a part returns none of its offload inputs, as it would what others read behind it: their caller has them;
+    each call, and where a weight can't be captured (`captures`). And a part returns none of its offload inputs, as it would
+    what others read behind it: their caller has them;
   - with `freezing` weights are constants of a graph, and fetches of them are not computed beforehand: they would stay for ever.
-    These are the seven overrides here, which hold for 2.11 to 2.15, and all or none of which are made;
+    These are the eight overrides here, which hold for 2.11 to 2.15, and all or none of which are made. A ninth is made when
+    inductor first makes CUDA graphs (`captures`);
   - what is left of operations on offload tensors is moved to the device (`on_device`);
   - a kernel over offload tensors is refused.
 register() runs when inductor first compiles something and asks the device module for a backend (``torch.offload.Scheduling``).
@@ -27,7 +29,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch._inductor import config
+from torch._inductor import compile_fx, config
 from torch._inductor.codegen.common import register_backend_for_device
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
@@ -42,6 +44,7 @@ from torch._inductor.scheduler import Scheduler
 from torch._inductor.utils import GPU_ALIGN_BYTES, tensor_is_aligned
 from torch._inductor.virtualized import V
 
+from torch_offload.compile import captures
 from torch_offload.compile.fakes import code_of
 from torch_offload.compile.graphs import FETCH, GIVE, LOOK_UP, STASH, home_of
 from torch_offload.compile.on_device import OnDevice
@@ -90,6 +93,7 @@ def _override() -> None:
     cuts = _original(Scheduler, "should_partition", "self", "node")
     signatures_of = _original(Scheduler, "get_graph_partition_signature", "self", "partitions", "skip_cudagraphs")
     fold = _original(ConstantFolder, "run_node", "self", "node")
+    graphed = compile_fx.cudagraphify
 
     @functools.wraps(count)
     def add_device_info(self: GraphLowering, device: torch.device) -> None:
@@ -120,7 +124,7 @@ def _override() -> None:
         known = vars(scheduler)
         if _CAPTURES not in known:
             moving = _moving_inputs()
-            known[_CAPTURES] = all(
+            known[_CAPTURES] = captures.were_possible() and all(
                 moving.isdisjoint(node.used_buffer_names()) if _is_fetch(node) else cuts(scheduler, node) is None
                 for node in scheduler.nodes
             )
@@ -143,6 +147,12 @@ def _override() -> None:
     def run_node(self: ConstantFolder, node: Any) -> Any:
         return self.unknown_value if node.target is FETCH else fold(self, node)
 
+    @functools.wraps(graphed)
+    def cudagraphify(*args: Any, **kwargs: Any) -> Any:
+        captures.follow()
+        return graphed(*args, **kwargs)
+
+    compile_fx.cudagraphify = cudagraphify
     Scheduler.should_partition = should_partition
     Scheduler.get_graph_partition_signature = get_graph_partition_signature
     GraphLowering.add_device_info = add_device_info

@@ -17,6 +17,7 @@ from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_map
 
 from torch_offload import _C
+from torch_offload.compile import captures
 from torch_offload.compile.fakes import computing
 from torch_offload.compile.graphs import (
     FETCH,
@@ -210,9 +211,11 @@ class OnDevice(CustomGraphModulePass):
         graph_module.recompile()
 
     def uuid(self) -> bytes:
-        """Of all that decides on what ends up in a cache: this package, some of which is traced, and where it computes.
+        """Of all that decides on what ends up in a cache: this package, some of which is traced, where it computes, and whether
+        CUDA graphs may hold its fetches.
 
         Inductor asks for every graph, also of programs without offload tensors.
         """
         files = [*sorted(Path(__file__).parents[1].rglob("*.py")), _C.__file__]
-        return get_hash_for_files(tuple(map(str, files))) + (str(_C.paired_device(0)) if _C.in_use() else "").encode()
+        where = str(_C.paired_device(0)) + str(captures.were_possible()) if _C.in_use() else ""
+        return get_hash_for_files(tuple(map(str, files))) + where.encode()
