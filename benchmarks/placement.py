@@ -3,14 +3,15 @@
 Fed with offload tensors all operands are on offload, and every result becomes an offload tensor whose bytes stay on the
 GPU. First 8 blocks of the Llama-3-8B shape in bfloat16: forward, and forward and backward. Then transformers' greedy
 `generate()` of a Llama of that shape with random weights, whose inputs follow `model.device`, where transformers is
-installed. Each with all weights in the cache, with a budget of half the weights, and with a budget of 0. The exit status is 1
-where bits differ or a goal is missed; --tiny compares bits alone.
+installed. Each with all weights in the cache, with a budget of half the weights, and with a budget of 0; `generate()` with a
+static cache of keys and values, and of a mixture of experts, with all weights in the cache alone. The exit status is 1 where
+bits differ or a goal is missed; --tiny compares bits alone.
 """
 
 import argparse
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,10 @@ GOALS = {
     "forward, 4096 tokens": {"automatic": 1.1, "half": 1.25},
     "forward and backward, 4096 tokens": {"automatic": 1.1},
     "generate(), 32 tokens after 128": {"automatic": 1.1},
+    "static cache, 32 tokens after 128": {"automatic": 1.1},
+    "experts, 32 tokens after 128": {"automatic": 1.1},
 }
+BUDGETS = ["automatic", "half", "0"]
 
 
 def passes(model: nn.Module, x: torch.Tensor, grad_output: torch.Tensor | None) -> Callable[[], torch.Tensor]:
@@ -50,13 +54,19 @@ def passes(model: nn.Module, x: torch.Tensor, grad_output: torch.Tensor | None) 
 
 
 def compare(
-    work: str, steps: dict[str, Callable[[], torch.Tensor]], clear: Callable[[], None], rounds: int, total: int
+    work: str,
+    steps: dict[str, Callable[[], torch.Tensor]],
+    clear: Callable[[], None],
+    rounds: int,
+    total: int,
+    budgets: Sequence[str] = BUDGETS,
 ) -> list[dict]:
     """Times what is resident and both ways to feed, under each budget; the weights have `total` bytes."""
+    values = {"automatic": "auto", "half": total // 2, "0": 0}
     records = []
     truth = steps["resident"]()
-    for budget, value in (("automatic", "auto"), ("half", total // 2), ("0", 0)):
-        torch_offload.set_budget(value)
+    for budget in budgets:
+        torch_offload.set_budget(values[budget])
         times = measure(steps, rounds, warmup=3, prepare=dict.fromkeys(steps, clear))
         for name, time in times.items():
             clear()
@@ -96,16 +106,22 @@ def blocks(tiny: bool, rounds: int, device: torch.device) -> list[dict]:
     return records
 
 
-def make_llama(shape: Shape, layers: int, transformers: Any) -> nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.feed_forward,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        num_hidden_layers=layers,
-        vocab_size=32_000,
-    )
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+def make_language_model(kind: str, shape: Shape, layers: int, transformers: Any) -> nn.Module:
+    sizes = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.feed_forward,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "num_hidden_layers": layers,
+        "vocab_size": 32_000,
+    }
+    if kind == "experts":
+        sizes["intermediate_size"] //= 8
+        config = transformers.MixtralConfig(**sizes, num_local_experts=8, experts_implementation="eager")
+        model = transformers.MixtralForCausalLM(config)
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    return model.to(torch.bfloat16).eval()
 
 
 def generation(tiny: bool, rounds: int, device: torch.device) -> list[dict]:
@@ -114,26 +130,35 @@ def generation(tiny: bool, rounds: int, device: torch.device) -> list[dict]:
     except ImportError as error:
         print(f"generate() is left out ({error.msg})")
         return []
-    torch.manual_seed(0)
-    with torch.device(device):
-        resident = make_llama(*((TINY, 2) if tiny else (LLAMA_8B, 8)), transformers)
-    model = copy.deepcopy(resident).to("offload")
     new, length = (4, 8) if tiny else (32, 128)
     tokens = torch.randint(0, 32_000, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
-    total = parameter_bytes(model)
-    print(f"Llama of {len(resident.model.layers)} layers, {total / 1e9:.3f} GB", flush=True)
-
-    def generate(model: nn.Module, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
+    records = []
+    for kind, budgets in (("static cache", ["automatic"]), ("experts", ["automatic"]), ("generate()", BUDGETS)):
+        torch.manual_seed(0)
+        with torch.device(device):
+            resident = make_language_model(kind, *((TINY, 2) if tiny else (LLAMA_8B, 8)), transformers)
+        model = copy.deepcopy(resident).to("offload")
+        total = parameter_bytes(model)
+        print(f"{type(model).__name__} of {len(resident.model.layers)} layers, {total / 1e9:.3f} GB", flush=True)
         options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        mask = torch.ones_like(tokens)
-        return lambda: model.generate(input_ids=tokens, attention_mask=mask, **options)
+        if kind == "static cache":
+            options |= {"cache_implementation": "static", "disable_compile": True}
 
-    steps = {
-        "resident": generate(resident, tokens),
-        "CUDA": generate(model, tokens),
-        "offload": generate(model, tokens.to(model.device)),
-    }
-    return compare(f"generate(), {new} tokens after {length}", steps, lambda: None, rounds, total)
+        def generate(
+            model: nn.Module, tokens: torch.Tensor, options: dict[str, Any] = options
+        ) -> Callable[[], torch.Tensor]:
+            mask = torch.ones_like(tokens)
+            return lambda: model.generate(input_ids=tokens, attention_mask=mask, **options)
+
+        steps = {
+            "resident": generate(resident, tokens),
+            "CUDA": generate(model, tokens),
+            "offload": generate(model, tokens.to(model.device)),
+        }
+        work = f"{kind}, {new} tokens after {length}"
+        records += compare(work, steps, lambda: None, rounds, total, budgets)
+        del resident, model, steps
+    return records
 
 
 def row(record: dict[str, Any]) -> list[object]:
