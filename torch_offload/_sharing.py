@@ -17,6 +17,7 @@ from torch_offload import _C
 
 
 def _rebuild(descriptor: Any, index: int) -> torch.UntypedStorage:
+    _C.require_descriptor()  # what can't be received is lost
     received = descriptor.detach()
     key = reductions.fd_id(received)
     known = reductions.storage_from_cache(torch.UntypedStorage, key)
@@ -37,6 +38,7 @@ def _reduce(storage: torch.UntypedStorage) -> tuple[Callable[..., torch.UntypedS
     if storage.nbytes() == 0:
         return _rebuild_empty, (index,)
     descriptor = _C.shared_descriptor(storage.share_memory_())
+    _C.require_descriptor()  # until it is received there may be another one for it
     # As PyTorch does for CPU storages: one that comes back is this one.
     reductions.shared_cache[reductions.fd_id(descriptor)] = reductions.StorageWeakRef(storage)
     return _rebuild, (reduction.DupFd(descriptor), index)

@@ -10,6 +10,8 @@
 // counts up when the bytes of a write have landed in the memory, and reads the count before it copies out of it. So who finds the
 // count that he knew has all that was finished by then; a write that is still going on counts later, and outdates what was copied
 // meanwhile. Blocks have versions of their own beside it, which no other process knows: see Residency.
+//
+// Its descriptor stays open for as long as the mapping: nothing else lets it be sent to one more process.
 #pragma once
 
 #include "core/block.h"
@@ -21,7 +23,10 @@ namespace offload {
 /// One process's mapping. Whether it is page-locked is the Arena's affair.
 class SharedMemory {
  public:
-  /// Zeroed memory for a storage. Throws OutOfMemory; Error where there are no more file descriptors.
+  /// Throws Error unless the process may open another descriptor, and some for the rest of the program. Where its limit is in
+  /// the way, raises that, up to the hard one.
+  static void requireDescriptor();
+  /// Zeroed memory for a storage. Throws OutOfMemory, and what requireDescriptor() does.
   static std::unique_ptr<SharedMemory> create(std::size_t bytes, Born born);
   /// What another process, or this one, has created. Takes the descriptor, also where it throws: Error.
   static std::unique_ptr<SharedMemory> open(int descriptor);

@@ -8,6 +8,7 @@ import faulthandler
 import functools
 import gc
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -360,6 +361,68 @@ def lifetime(context: Any) -> None:
         assert len({count for count, _ in these[1:]}) == 1, these  # the first one opens what sends them
     process.join(LIMIT)
     assert pss() == 0
+
+
+def allow_descriptors(soft: int, hard: int) -> None:
+    """So many more than there are."""
+    have = descriptors()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (have + soft, have + hard))
+
+
+@worker
+def receives_many(inbox: Any, outbox: Any, hard: int) -> None:
+    outbox.put(torch.ones(1, device=OFFLOAD).sum().item())  # the device is in use, and what sends is open
+    inbox.get(timeout=LIMIT)
+    allow_descriptors(20, hard)
+    for _ in range(2):
+        try:
+            outbox.put([t.tolist() for t in inbox.get(timeout=LIMIT)])
+        except RuntimeError as error:
+            outbox.put(str(error))
+
+
+def sends_many(context: Any, hard: int) -> list[Any]:
+    """What a process answers that may open so many descriptors, to a hundred tensors and to one."""
+    inbox, outbox = context.Queue(), context.Queue()
+    process = context.Process(target=receives_many, args=(inbox, outbox, hard), daemon=True)
+    process.start()
+    assert outbox.get(timeout=LIMIT) == 1
+    inbox.put(None)
+    messages = [
+        [torch.full((2,), float(k), device=OFFLOAD).share_memory_() for k in range(count)] for count in (100, 1)
+    ]
+    allow_descriptors(20, 600)  # for what is on its way
+    answers = []
+    for message in messages:
+        inbox.put(message)
+        answers.append(outbox.get(timeout=LIMIT))
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    return answers
+
+
+def many(context: Any) -> None:
+    """More storages than the soft limit of descriptors lets a process open: in the sender, and in the receiver."""
+    assert sends_many(context, 600) == [[[float(k)] * 2 for k in range(100)], [[0.0] * 2]]
+
+
+def too_many(context: Any) -> None:
+    """More than a receiver's hard limit: it is told, and receives what comes next."""
+    told, received = sends_many(context, 80)
+    assert "takes a file descriptor" in told
+    assert received == [[0.0] * 2]
+
+
+def many_arguments(context: Any) -> None:
+    """The same for what a process is started with."""
+    assert torch.ones(1, device=OFFLOAD).sum().item() == 1
+    allow_descriptors(20, 600)
+    model = layers(60, 4).to(OFFLOAD)
+    model.share_memory()
+    with torch.no_grad():
+        expected = model(data(2, 4)).cpu().tolist()
+    with children(context, forwards, 1, model) as those:
+        assert those.ask() == [expected]
 
 
 @worker

@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import pickle
+import textwrap
 import threading
 from multiprocessing.reduction import ForkingPickler
 
@@ -23,6 +24,9 @@ SCENARIOS = [
     "results_of_a_child",
     "data_loader",
     "lifetime",
+    "many",
+    "too_many",
+    "many_arguments",
     "killed",
 ]
 
@@ -217,3 +221,65 @@ def test_threads_that_share_one_tensor():
             thread.join()
         assert addresses == [value.data_ptr()] * 4
         assert_same(value, at(CPU, 100, 100))
+
+
+LIMITED = """
+    import os, re, resource, torch, torch_offload
+    assert torch.ones(1, device="offload").sum().item() == 1
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+    have = descriptors()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (have + 20, have + {hard}))
+    values = [torch.full((3,), float(k), device="offload") for k in range(100)]
+"""
+
+
+def test_more_storages_than_the_soft_limit_of_descriptors():
+    passes(
+        textwrap.dedent(LIMITED.format(hard=600))
+        + textwrap.dedent("""
+            for value in values:
+                value.share_memory_()
+            assert descriptors() == have + 100
+            assert [v.tolist() for v in values] == [[float(k)] * 3 for k in range(100)]
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            assert have + 132 < soft <= have + 600 == hard  # no more than is wanted
+        """)
+    )
+
+
+def test_more_storages_than_the_hard_limit_of_descriptors():
+    """Those that can't be shared are as they were, and the program has descriptors of its own left."""
+    passes(
+        textwrap.dedent(LIMITED.format(hard=80))
+        + textwrap.dedent(r"""
+            bare = [v.data_ptr() for v in values]
+            module = torch.nn.ParameterList(values)
+            def refused():
+                try:
+                    module.share_memory()
+                except RuntimeError as error:
+                    return str(error)
+            told = refused()
+            shared = [v.is_shared() for v in module]
+            count = sum(shared)
+            assert 40 <= count <= 50 and shared == [True] * count + [False] * (100 - count)
+            sentence = (
+                rf"offload: a storage that processes share takes a file descriptor in each of them, and this one has "
+                rf"(\d+) open of the {have + 80} that it may have, of which 32 are left to the rest of the program: .*\."
+            )
+            assert int(re.fullmatch(sentence, told)[1]) == have - 1 + count  # without the one that lists them
+            assert [v.tolist() for v in module] == [[float(k)] * 3 for k in range(100)]
+            assert [v.data_ptr() for v in module][count:] == bare[count:]
+            with torch.no_grad():
+                for v in module:
+                    v.add_(1)
+            assert [v.tolist() for v in module] == [[k + 1.0] * 3 for k in range(100)]
+            mine = [open("/dev/null") for _ in range(31)]
+            assert refused() and sum(v.is_shared() for v in module) == count
+            del mine, values[:10], v
+            module = torch.nn.ParameterList(list(module)[10:])
+            torch.offload.empty_cache()
+            assert refused() and sum(v.is_shared() for v in module) == count
+        """)
+    )
