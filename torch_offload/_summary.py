@@ -57,6 +57,8 @@ def table(stats: dict[str, Any], index: int, budget: int, ring: int, abbreviated
     groups = [
         rows("host.allocated_bytes", "Host memory allocated", {f"host.{p}_bytes": t for p, t in _PURPOSES.items()}),
         rows("host.reserved_bytes", "Host memory reserved", {"host.pinned_bytes": "page-locked"}),
+        [row("Read from files", "host.file_bytes")],
+        [row("Shared between processes", "host.shared_bytes")],
         [row("Rings for pageable copies", "host.ring_bytes")],
         rows("host.allocated_count", "Storages", {f"host.{p}_count": t for p, t in _PURPOSES.items()}),
         rows(

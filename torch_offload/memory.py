@@ -45,8 +45,9 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
         ``.allocated``, and gone, ``.freed``. ``host.*``: bytes of host memory that tensors hold (``allocated``), that are held
         from the system (``reserved``), that this process has mapped beside them and may have in common with others
         (``shared``), that are page-locked (``pinned``), that copies of pageable memory and of files go through (``ring``,
-        page-locked, too, and in none of the others), and bytes of tensors that are read from files (``file``), which take no
-        memory until they are written.
+        page-locked, too, and in none of the others), and bytes of tensors that are read from their files (``file``). Those take
+        no memory, and are in none of the others; the first write to a storage brings all of it into memory, and moves it
+        from ``file`` to ``allocated``.
         ``host.*_bytes`` and ``host.*_count`` are bytes and numbers of storages by purpose, and add up to
         ``host.allocated_bytes`` and ``host.allocated_count``: ``parameter`` (what a module holds, or a leaf that requires
         gradients), ``gradient``, ``optimizer`` (its state, from the end of the step that made it on), ``activation``

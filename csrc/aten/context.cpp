@@ -258,6 +258,7 @@ c10::DataPtr Context::owned(Block& block) {
 c10::DataPtr Context::fileBlock(std::shared_ptr<FileBytes> file, std::size_t bytes, c10::DeviceIndex index) {
   auto* block = new Block(file->data(), bytes, BlockKind::Foreign, Born::Host, index);
   block->owner = file;
+  file->whenWritten([this, block] { accounts_.written(*block); });
   block->file = std::move(file);
   return listed(block);
 }

@@ -41,6 +41,8 @@ struct Block {
   std::atomic<Born> born;
   /// Raised by HostAccounts::claim() alone, at any time.
   std::atomic<Purpose> purpose = Purpose::Temporary;
+  /// Whether it counts as bytes of a file. HostAccounts' own.
+  bool countsAsFile = false;
   const int device; // the index i of `offload:i`, and of the device that it is paired with
 
   /// Counts writes; the newest bytes have this version, wherever they are.

@@ -20,11 +20,17 @@ void FileBytes::prepare(Access access) {
   if (!inFile_) return;
   file_->requireUnchanged();
   file_->detach(offset_, bytes_, kThreads);
-  inFile_ = false;
+  leaveFile();
+}
+
+void FileBytes::leaveFile() noexcept {
+  if (inFile_.exchange(false) && tell_) tell_();
 }
 
 void FileBytes::markWritten() noexcept {
-  if (inFile_.exchange(false)) file_->keepWritten(offset_, bytes_);
+  if (!inFile_) return;
+  file_->keepWritten(offset_, bytes_);
+  leaveFile();
 }
 
 HostTask FileBytes::readTask(std::shared_ptr<FileBytes> source, Extent extent, std::byte* to, DeferredError& errors) {

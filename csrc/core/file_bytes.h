@@ -19,6 +19,7 @@
 #include "core/file.h"
 #include "core/link/link.h"
 
+#include <functional>
 #include <memory>
 
 namespace offload {
@@ -43,6 +44,11 @@ class FileBytes {
     return failures_;
   }
 
+  /// Calls `tell` once, when they begin to have memory of their own. Set before anybody else knows them; it must neither throw nor
+  /// wait, and who writes outlives what it needs.
+  void whenWritten(std::function<void()> tell) {
+    tell_ = std::move(tell);
+  }
   /// Makes the memory fit to be read, or written, by the host. Throws Error; nothing has changed then. May wait for the disk.
   void prepare(Access access);
   /// The host has written to the memory without prepare().
@@ -56,6 +62,9 @@ class FileBytes {
   const std::uint64_t offset_;
   const std::size_t bytes_;
   std::byte* const data_;
+  void leaveFile() noexcept;
+
+  std::function<void()> tell_;
   std::mutex mutex_; // they are detached once
   std::atomic<bool> inFile_{true};
   std::atomic<std::uint64_t> failures_{0};

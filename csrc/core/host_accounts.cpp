@@ -1,6 +1,7 @@
 #include "core/host_accounts.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace offload {
 namespace {
@@ -26,7 +27,7 @@ void leave(AccountStats& account, std::size_t bytes) {
 } // namespace
 
 AccountStats& HostAccounts::of(const Block& block) {
-  if (block.file) return stats_.files;
+  if (block.countsAsFile) return stats_.files;
   return stats_.purposes[static_cast<std::size_t>(block.purpose.load(std::memory_order_relaxed))];
 }
 
@@ -47,17 +48,18 @@ void HostAccounts::remove(const Block& block) noexcept {
   if (isParameter(block)) parametersOn(block.device) -= block.bytes;
 }
 
-void HostAccounts::open(const Block& block) {
+void HostAccounts::open(Block& block) {
   const std::lock_guard lock(mutex_);
   parametersOn(block.device);
-  if (!block.file) enter(stats_.all, block.bytes);
+  block.countsAsFile = block.file && block.file->inFile();
+  if (!block.countsAsFile) enter(stats_.all, block.bytes);
   add(block);
   history_.add(block, false);
 }
 
 void HostAccounts::close(const Block& block) noexcept {
   const std::lock_guard lock(mutex_);
-  if (!block.file) leave(stats_.all, block.bytes);
+  if (!block.countsAsFile) leave(stats_.all, block.bytes);
   remove(block);
   history_.add(block, true);
 }
@@ -72,6 +74,14 @@ void HostAccounts::claim(Block& block, Purpose purpose) {
   --before.countEver;
   block.purpose.store(purpose, std::memory_order_relaxed);
   add(block);
+}
+
+void HostAccounts::written(Block& block) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!std::exchange(block.countsAsFile, false)) return;
+  leave(stats_.files, block.bytes);
+  enter(stats_.all, block.bytes);
+  enter(of(block), block.bytes);
 }
 
 AccountsStats HostAccounts::stats() const {

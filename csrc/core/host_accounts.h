@@ -24,19 +24,22 @@ struct AccountsStats {
   }
 
   AccountStats all; // but for files
-  AccountStats files; // Blocks that are, or were before somebody wrote to them, bytes of files
+  AccountStats files; // Blocks that are bytes of files, until somebody writes to them
   std::array<AccountStats, kPurposes.size()> purposes;
 };
 
 /// Every Block is on one account from open() to close(). At any moment those of the purposes add up to all there is. A Block that is claimed
 /// moves as it is: the peak of the account that it leaves keeps what it has been, because it was counted there, while of all that has
-/// been it counts where it came to be. So these add up, too.
+/// been it counts where it came to be. So these add up, too. The first write to a Block of a file is another matter: it takes memory
+/// then, so it goes from the files and comes to its purpose.
 class HostAccounts {
  public:
-  void open(const Block& block);
+  void open(Block& block);
   void close(const Block& block) noexcept;
   /// Raises the purpose of an open Block; nothing where it is no lower. Does not wait for the device.
   void claim(Block& block, Purpose purpose);
+  /// An open Block has memory of its own from now on, and is its file's no more. Calls nobody.
+  void written(Block& block) noexcept;
 
   AccountsStats stats() const;
   /// Of the parameters and files, of Blocks on one device, as there are now.

@@ -154,6 +154,48 @@ TEST_F(Accounts, FilesAreCountedWithParameters) {
   EXPECT_EQ(accounts.parameterBytes(1), 3U);
 }
 
+TEST_F(Accounts, WhatIsReadFromAFileIsInNoSumUntilItIsWritten) {
+  const core_test::TestFile contents(std::vector<unsigned char>(40));
+  Block mapped(nullptr, 40, BlockKind::Foreign, Born::Host, 0);
+  mapped.file = std::make_shared<FileBytes>(std::make_shared<File>(contents.path()), 0, 40);
+  mapped.file->whenWritten([&] { accounts.written(mapped); });
+  accounts.open(mapped);
+  accounts.claim(mapped, Purpose::Parameter);
+  EXPECT_EQ(accounts.stats().files.bytes, 40U);
+  EXPECT_EQ(accounts.stats().all.bytesEver, 0U);
+  mapped.file->prepare(Access::Read);
+  EXPECT_EQ(accounts.stats().files.bytes, 40U);
+  mapped.file->prepare(Access::Write);
+  mapped.file->prepare(Access::Write); // once
+  mapped.file->markWritten();
+  EXPECT_EQ(accounts.stats().files.bytes, 0U);
+  EXPECT_EQ(accounts.stats().files.bytesPeak, 40U);
+  EXPECT_EQ(accounts.stats().files.bytesEver, 40U);
+  EXPECT_EQ(accounts.stats().all.bytes, 40U);
+  EXPECT_EQ(accounts.stats().all.bytesEver, 40U);
+  EXPECT_EQ(accounts.stats().all.count, 1U);
+  EXPECT_EQ(of(Purpose::Parameter).bytes, 40U);
+  EXPECT_EQ(accounts.parameterBytes(0), 40U);
+  expectSum();
+  accounts.close(mapped);
+  EXPECT_EQ(accounts.stats().all.bytes, 0U);
+  EXPECT_EQ(accounts.parameterBytes(0), 0U);
+  expectSum();
+}
+
+TEST_F(Accounts, BytesOfAFileThatAreMarkedAsWrittenAreInTheSum) {
+  const core_test::TestFile contents(std::vector<unsigned char>(40));
+  Block mapped(nullptr, 40, BlockKind::Foreign, Born::Host, 0);
+  mapped.file = std::make_shared<FileBytes>(std::make_shared<File>(contents.path()), 0, 40);
+  mapped.file->whenWritten([&] { accounts.written(mapped); });
+  accounts.open(mapped);
+  mapped.file->markWritten();
+  EXPECT_EQ(accounts.stats().files.bytes, 0U);
+  EXPECT_EQ(of(Purpose::Temporary).bytes, 40U);
+  expectSum();
+  accounts.close(mapped);
+}
+
 TEST_F(Accounts, ResetPeaksAreTheCurrentValues) {
   accounts.close(*open(1000));
   const auto kept = open(10, Purpose::Optimizer);

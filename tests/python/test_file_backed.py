@@ -179,6 +179,49 @@ def test_the_tensors_keep_the_file(aligned):
     assert_same({name: value.to(COMPUTE) for name, value in tensors.items()}, dict(plain.state_dict()))
 
 
+def test_what_is_written_counts_as_memory(tmp_path):
+    """Weights leave the account of files with their first write, and are in the sum from then on, and in the table."""
+    size = 4 << 20
+    path = write(tmp_path / "x.safetensors", {name: torch.ones(size // 4) for name in "abc"})
+    program = f"""
+        import gc, re, torch, torch_offload
+        names = ("file", "allocated", "parameter")
+        def counts(column):
+            return [torch_offload.memory_stats()[f"host.{{name}}_bytes.{{column}}"] // {size} for name in names]
+        def own():  # memory of this process alone, in units of a weight
+            return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024 / {size}
+        def row(title):
+            line = next(line for line in torch_offload.memory_summary().splitlines() if title in line)
+            return [cell.strip() for cell in line.split("|")[2:-1]]
+        loaded = torch_offload.load({str(path)!r}, mmap=True)
+        module = torch.nn.ParameterDict(loaded)
+        assert counts("current") == [3, 0, 0], counts("current")
+        assert row("Read from files") == ["12288 KiB", "12288 KiB", "12288 KiB", "0 B"]
+        before = own()
+        with torch.no_grad():
+            module["a"][5] = 2
+            module["a"].add_(1)
+            module["b"].zero_()
+        torch_offload.synchronize()
+        assert torch_offload._C.backend() != "host" or 2 <= own() - before < 2.75, own() - before
+        assert counts("current") == [1, 2, 2], counts("current")
+        assert counts("peak") == [3, 2, 2]
+        assert counts("allocated") == [3, 2, 2]
+        assert counts("freed") == [2, 0, 0]
+        assert row("Read from files") == ["4096 KiB", "12288 KiB", "12288 KiB", "8192 KiB"]
+        assert row("Host memory allocated")[0] == row("parameters")[0] == "8192 KiB"
+        assert row("Shared between processes")[0] == "0 B"
+        module["c"].share_memory_()
+        assert counts("current") == [0, 3, 3], counts("current")
+        shared = torch_offload.memory_stats()["host.shared_bytes.current"]
+        assert row("Shared between processes")[0] == f"{{shared >> 10}} KiB" and 0 < shared - {size} <= 8192
+        del loaded, module
+        gc.collect()
+        assert counts("current") == [0, 0, 0]
+    """
+    passes(program)
+
+
 @pytest.mark.parametrize("use", ["fetch", "host", "write"])
 def test_a_file_that_was_cut(aligned, use):
     path, plain = aligned
