@@ -181,6 +181,12 @@ void File::keepWritten(std::uint64_t offset, std::size_t bytes) {
   addEdges(first, last);
 }
 
+void File::forget(std::uint64_t offset, std::size_t bytes) noexcept {
+  const std::uint64_t begin = (offset + pageBytes() - 1) / pageBytes() * pageBytes();
+  const std::uint64_t end = (offset + bytes) / pageBytes() * pageBytes();
+  if (begin < end) (void)madvise(mapping_ + begin, end - begin, MADV_DONTNEED);
+}
+
 void File::addEdges(std::uint64_t first, std::uint64_t last) {
   const std::lock_guard lock(edgesMutex_);
   edges_.insert({first, last});

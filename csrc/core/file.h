@@ -50,6 +50,9 @@ class File {
   /// These bytes of the mapping were written as they are: no call of detach() replaces a page that they share with others. Waits for
   /// none.
   void keepWritten(std::uint64_t offset, std::size_t bytes);
+  /// Gives up the memory of bytes that were detached or written, and that nobody uses any more: all but the pages that they may share
+  /// with others.
+  void forget(std::uint64_t offset, std::size_t bytes) noexcept;
 
  private:
   void addEdges(std::uint64_t first, std::uint64_t last);

@@ -13,6 +13,10 @@ constexpr std::size_t kThreads = 8;
 FileBytes::FileBytes(std::shared_ptr<File> file, std::uint64_t offset, std::size_t bytes)
     : file_(std::move(file)), offset_(offset), bytes_(bytes), data_(file_->mapping() + offset) {}
 
+FileBytes::~FileBytes() {
+  if (!inFile_) file_->forget(offset_, bytes_);
+}
+
 void FileBytes::prepare(Access access) {
   if (!inFile_) return;
   if (access == Access::Read) return file_->requireUnchanged();

@@ -28,6 +28,8 @@ class FileBytes {
  public:
   /// Bytes of `file` from `offset` on, all of them within it. Throws Error where the file can't be mapped.
   FileBytes(std::shared_ptr<File> file, std::uint64_t offset, std::size_t bytes);
+  /// The memory of what was written goes; the file may have other tensors for long.
+  ~FileBytes();
   FileBytes(const FileBytes&) = delete;
   FileBytes& operator=(const FileBytes&) = delete;
 

@@ -228,6 +228,25 @@ TEST(FileBlock, WhatTheHostHasWrittenOutlivesTheFile) {
   EXPECT_EQ(on.rig.read(*on.block), expected);
 }
 
+TEST(FileBlock, WhatWasWrittenGoesWithItsBlockAndNotItsNeighbour) {
+  constexpr std::size_t kEach = 100'000; // no multiple of a page
+  const Bytes contents = pattern(5, 2 * kEach);
+  const TestFile disk(contents);
+  auto file = std::make_shared<File>(disk.path());
+  auto one = std::make_unique<FileBytes>(file, 0, kEach);
+  FileBytes other(file, kEach, kEach);
+  one->prepare(Access::Write);
+  other.prepare(Access::Write);
+  std::memset(one->data(), 1, kEach);
+  std::memcpy(other.data(), pattern(6, kEach).data(), kEach);
+  one.reset();
+  const auto* const bytes = reinterpret_cast<unsigned char*>(file->mapping());
+  EXPECT_EQ(bytes[kEach / 2], 0) << "a page of zeros, which takes no memory";
+  EXPECT_EQ(bytes[kEach - 1], 1) << "is in the neighbour's page";
+  EXPECT_EQ(Bytes(bytes + kEach, bytes + 2 * kEach), pattern(6, kEach));
+  EXPECT_EQ(disk.contents(), contents);
+}
+
 TEST(FileBlock, WhatWasMarkedAsWrittenStaysWhenItsNeighbourIsWritten) {
   OnFile on(smallChunks(3));
   {
