@@ -4,10 +4,11 @@
 // Compute happens where the activations are; offload tensors follow. A tensor with dims on CUDA, or else on the CPU, decides, and
 // the result stays there. Among offload tensors alone a new value is made on the paired device, what merely moves values is made
 // where the operand was born, and what is changed in place is changed where it was born. Where something was born never changes,
-// so no result depends on what the cache holds. Zeros, ones and memory without a value are born with the first value that is written to
-// them: on the device where one of its operands was, if it isn't drawn at random. A movement whose gradient is asked for counts as a new value: backward adds what
-// was read more than once, and sums have the device's bits. Within an optimizer's step, or torch_offload.on_host(), all of this is on the
-// host. 0-dim tensors count as nothing beside tensors with dims, unless they are written to.
+// so no result depends on what the cache holds. Zeros, ones and memory without a value are born with the first value that is written
+// to them: on the device where one of its operands was, if it isn't drawn at random. A movement whose gradient is asked for counts as
+// a new value: backward adds what was read more than once, and sums have the device's bits. Within an optimizer's step, or
+// torch_offload.on_host(), all of this is on the host. 0-dim tensors count as nothing beside tensors with dims, unless they are
+// written to.
 #pragma once
 
 #include "aten/context.h"
