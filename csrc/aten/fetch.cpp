@@ -16,6 +16,8 @@
 namespace offload {
 namespace {
 
+constexpr int kAttempts = 16;
+
 struct FetchedMemory {
   Pin pin;
   Extent extent; // of the Block, from where the memory begins on
@@ -102,12 +104,12 @@ void claimLeaf(const at::Tensor& offload) {
 }
 
 // The newest value of a Block is what the device `computed` has just written here.
-void adoptBytes(Block& block, const at::Tensor& value, c10::Device computed) {
+bool adoptBytes(Block& block, const at::Tensor& value, c10::Device computed, std::optional<std::uint64_t> over = std::nullopt) {
   Context& context = Context::get();
   const auto& storage = value.storage();
   const Stream stream = context.currentStream(value.is_cuda() ? value.device().index() : computed.index());
   DeviceBuffer buffer{const_cast<void*>(storage.data()), storage.nbytes(), stream, keep(storage)};
-  context.residency().adopt(block, std::move(buffer), stream);
+  return context.residency().adopt(block, std::move(buffer), stream, over);
 }
 
 } // namespace
@@ -323,15 +325,17 @@ bool changePart(const at::Tensor& offload, const at::Tensor& value, c10::Device 
   const auto& storage = offload.storage();
   const auto item = static_cast<std::size_t>(offload.element_size());
   Block& block = blockOf(storage);
-  if (!isCached(computed) || block.born != Born::Device || storage.nbytes() % item != 0 ||
-      !Context::get().residency().has(block, {0, storage.nbytes()}, computed.index())) {
-    return false;
-  }
+  if (!isCached(computed) || block.born != Born::Device || block.shared || storage.nbytes() % item != 0) return false;
   const at::Tensor elements = offload.as_strided({static_cast<std::int64_t>(storage.nbytes() / item)}, {1}, 0);
-  const at::Tensor whole = fetchTo(elements, computed).clone();
-  whole.as_strided(offload.sizes(), offload.strides(), offload.storage_offset()).copy_(value);
-  adoptBytes(block, whole, computed);
-  return true;
+  const Residency& residency = Context::get().residency();
+  // Other threads may be writing to other parts: then once more, with what they have written.
+  for (int attempt = 0; attempt < kAttempts && residency.has(block, {0, storage.nbytes()}, computed.index()); ++attempt) {
+    const std::uint64_t version = residency.versionOf(block);
+    const at::Tensor whole = fetchTo(elements, computed).clone();
+    whole.as_strided(offload.sizes(), offload.strides(), offload.storage_offset()).copy_(value);
+    if (adoptBytes(block, whole, computed, version)) return true;
+  }
+  return false;
 }
 
 bool isFetched(const at::Tensor& tensor) {

@@ -4,6 +4,10 @@
 #include "aten/sparse.h"
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <utility>
 
 namespace offload {
 namespace {
@@ -12,6 +16,23 @@ thread_local int hostScopes = 0;
 
 constexpr c10::DispatchKeySet kTransformKeys({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize});
 constexpr c10::DispatchKeySet kWrapperKeys = kTransformKeys | c10::DispatchKeySet(c10::DispatchKey::Python);
+
+// Whether elements share memory, as those of unfold() do; what is expanded counts as one. A copy of such a view has them apart, and
+// what is written to one of them there is not seen by the others.
+bool overlapsItself(const at::Tensor& tensor) {
+  if (tensor.is_sparse() || tensor.is_non_overlapping_and_dense()) return false;
+  c10::SmallVector<std::pair<std::int64_t, std::int64_t>, 6> dims; // by stride
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) > 0) dims.emplace_back(tensor.stride(dim), tensor.size(dim));
+  }
+  std::ranges::sort(dims);
+  std::int64_t reach = 0; // of the dimensions before
+  for (const auto& [stride, size] : dims) {
+    if (stride <= reach) return true;
+    reach += stride * (size - 1);
+  }
+  return false;
+}
 
 } // namespace
 
@@ -56,9 +77,10 @@ void Operands::add(const at::Tensor& tensor, bool written, bool out) {
       deviceBorn = deviceBorn || onDevice;
       if (!written) return;
       const bool undecided = plain && !traced && !onDevice && isUndecided(tensor);
-      targetDeviceBorn = targetDeviceBorn || onDevice;
+      const bool overlaps = plain && !traced && overlapsItself(tensor);
+      targetDeviceBorn = targetDeviceBorn || (onDevice && !overlaps);
       targetUndecided = targetUndecided || undecided;
-      targetHostBorn = targetHostBorn || !(onDevice || undecided);
+      targetHostBorn = targetHostBorn || overlaps || !(onDevice || undecided);
       return;
     }
     case c10::DeviceType::CUDA:

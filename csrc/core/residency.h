@@ -124,8 +124,9 @@ class Residency {
 
   /// Makes device memory that `producer` has just written the newest value of the whole Block, without a copy on the device. It
   /// goes home when its room is wanted or the host asks, gradients by Note [When a gradient goes home]; at once where the Block is
-  /// Shared, or goesHome. An empty Block keeps nothing of it.
-  void adopt(Block& block, DeviceBuffer buffer, Stream producer);
+  /// Shared, or goesHome. An empty Block keeps nothing of it. With `over`, of a Block that isn't Shared, only where the newest bytes still
+  /// have that version and nobody has a lease on them; false where nothing has happened.
+  bool adopt(Block& block, DeviceBuffer buffer, Stream producer, std::optional<std::uint64_t> over = {});
 
   /// Gives up what of this purpose is on its way home, or was, until that is no more than `most` bytes of a device. What is enqueued
   /// from now on where it was made follows those copies.

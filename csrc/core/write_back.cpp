@@ -30,9 +30,12 @@ std::shared_ptr<Slot> Residency::takeResult(Device& dev, const Block& block, Dev
   return slot;
 }
 
-void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
+bool Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer, std::optional<std::uint64_t> over) {
   const auto audited = audit("adopt", &block);
-  if (block.shared || block.bytes == 0) return writeThrough(block, std::move(buffer), producer);
+  if (block.shared || block.bytes == 0) {
+    writeThrough(block, std::move(buffer), producer);
+    return true;
+  }
   prepareForWrite(block);
   Device& dev = device(producer.device);
   const auto slot = takeResult(dev, block, std::move(buffer));
@@ -46,6 +49,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
   {
     Lock lock(mutex_);
     awaitIssued(lock, block);
+    if (over && (block.version != *over || block.leases > 0)) return false;
     slot->block = &block;
     slot->version = ++block.version;
     retireStale(block, retired);
@@ -76,6 +80,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
   }
   release(retired);
   for (const Token& token : leasedUntil) token.wait();
+  return true;
 }
 
 void Residency::giveUpLeaving(int index, Purpose purpose, std::size_t most) {

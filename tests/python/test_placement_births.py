@@ -1,5 +1,7 @@
 """Where zeros, ones and memory without a value are born: where the first value is made that is written to them."""
 
+import threading
+
 import pytest
 import torch
 from helpers import COMPUTE, CPU, HOST, OFFLOAD, assert_same, at
@@ -205,6 +207,59 @@ def test_experts_whose_outputs_are_added_up():
             assert down == (x.nbytes if name == "zeros" else 0)
             assert home <= 8 * experts, "how many rows there are"
             assert_same(result, mix(plain, x.to(COMPUTE), picks.to(COMPUTE), factory))
+
+
+@pytest.mark.parametrize("born", ["undecided", "host", "device"])
+def test_views_that_overlap_themselves(born):
+    """What is written to one element is written to those that share its memory."""
+    tensors = {}
+    for device in (OFFLOAD, CPU):
+        made = torch.zeros(8, device=device)
+        if device == OFFLOAD and born != "undecided":
+            made = place(torch.zeros(8), born)
+        ones = place(torch.ones(1, 2), "device").to(device)
+        windows = made.unfold(0, 2, 1)
+        windows.index_copy_(0, torch.tensor([3], device=device), ones)
+        windows[torch.tensor([[False, True]] + [[False, False]] * 6, device=device)] = 5.0
+        tensors[device] = made
+    assert_same(tensors[OFFLOAD], tensors[CPU])
+    assert tensors[CPU].tolist() == [0, 5, 0, 1, 1, 0, 0, 0]
+
+
+def test_a_part_of_what_is_shared_is_all_that_is_written():
+    """Other processes may be writing to the rest."""
+    shared, row = place(at(CPU, SIZE, SIZE), "device"), place(at(CPU, SIZE, seed=1), "device")
+    shared.share_memory_()
+    shared.sum()
+    _, home, _ = crossed(lambda: shared[2].copy_(row))
+    assert home <= 2 * row.nbytes
+    assert_same(shared[2], row)
+
+
+def test_threads_write_to_parts_of_one_tensor():
+    """Nothing of what another one has written meanwhile is lost."""
+    rows, threads = 32, 4
+    sources = [place(torch.full((SIZE,), float(row)), "device") for row in range(rows)]
+    for _ in range(20):
+        out = place(torch.full((rows, SIZE), -1.0), "device")
+
+        def write(first, out=out):
+            for row in range(first, rows, threads):
+                out[row] = sources[row]
+
+        workers = [threading.Thread(target=write, args=(first,)) for first in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert_same(out, torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, SIZE))
+
+
+def test_a_copy_into_freed_memory_says_so():
+    source, target = place(at(CPU, 4), "device"), place(at(CPU, 4), "device")
+    target.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="needs 16 bytes of its storage, which has 0"):
+        target.copy_(source)
 
 
 @pytest.mark.parametrize("way", ["index_copy_", "slices"])

@@ -63,7 +63,7 @@ bool isThere(const at::Tensor& tensor, c10::Device offload) {
 bool copyThere(const at::Tensor& from, const at::Tensor& to) {
   const c10::Device device = pairedDevice(to.device().index());
   if (!isCached(device) || HostScope::active() || !isThere(from, to.device()) || to.is_conj() || to.is_neg() ||
-      from.storage().is_alias_of(to.storage()) || blockOf(to.storage()).born != Born::Device) {
+      to.storage().nbytes() == 0 || from.storage().is_alias_of(to.storage()) || blockOf(to.storage()).born != Born::Device) {
     return false;
   }
   try {
