@@ -3,6 +3,10 @@
 
 #include "aten/context.h"
 
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
 namespace offload {
 
 /// Follows one torch.cuda.CUDAGraph of a device.
