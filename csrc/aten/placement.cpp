@@ -52,7 +52,7 @@ bool isUndecided(const at::Tensor& offload) {
 }
 
 void decideBirth(const at::Tensor& offload, Born born) {
-  if (!offload.has_storage() || offload.storage().nbytes() == 0) return;
+  if (!isUndecided(offload)) return;
   Born open = Born::Undecided;
   blockOf(offload.storage()).born.compare_exchange_strong(open, born);
 }

@@ -24,7 +24,7 @@ bool isBornOnDevice(const at::Tensor& offload);
 
 /// Whether its first value will decide where it was born. Not that of parameters, buffers and optimizers' state, which are the host's.
 bool isUndecided(const at::Tensor& offload);
-/// Where that was made, if it is to be decided.
+/// Where that was made; nothing where it is decided.
 void decideBirth(const at::Tensor& offload, Born born);
 
 /// What an operation is given, as far as the rule asks.

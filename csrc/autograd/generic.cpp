@@ -270,7 +270,7 @@ Effect placedEffect(const OpTraits& traits, const Stack& stack) {
 
 void decideBirths(const OpTraits& traits, Stack& stack, Born born) {
   replaceTensors(traits, stack, [born](const at::Tensor& tensor, const ArgumentTraits& argument) {
-    if (argument.written && isOffload(tensor) && isUndecided(tensor)) decideBirth(tensor, born);
+    if (argument.written && isOffload(tensor)) decideBirth(tensor, born);
     return at::Tensor();
   });
 }

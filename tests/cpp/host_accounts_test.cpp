@@ -40,6 +40,17 @@ struct Accounts : testing::Test {
   HostAccounts accounts;
 };
 
+/// An open Block of 40 bytes of a file.
+struct OfFile {
+  explicit OfFile(HostAccounts& accounts, int device = 0) : block(nullptr, 40, BlockKind::Foreign, Born::Host, device) {
+    block.file = std::make_shared<FileBytes>(std::make_shared<File>(contents.path()), 0, 40);
+    block.file->whenWritten([this, &accounts] { accounts.written(block); });
+    accounts.open(block);
+  }
+  const core_test::TestFile contents{std::vector<unsigned char>(40)};
+  Block block;
+};
+
 TEST_F(Accounts, ABlockIsOnTheAccountOfItsPurpose) {
   const auto weight = open(100, Purpose::Parameter);
   const auto result = open(30, Purpose::Activation);
@@ -143,10 +154,8 @@ TEST_F(Accounts, ParametersAreCountedByDevice) {
 
 TEST_F(Accounts, FilesAreCountedWithParameters) {
   const auto weight = open(3, Purpose::Parameter, 1);
-  const core_test::TestFile contents(std::vector<unsigned char>(40));
-  Block mapped(nullptr, 40, BlockKind::Foreign, Born::Host, 1);
-  mapped.file = std::make_shared<FileBytes>(std::make_shared<File>(contents.path()), 0, 40);
-  accounts.open(mapped);
+  OfFile read(accounts, 1);
+  Block& mapped = read.block;
   EXPECT_EQ(accounts.parameterBytes(1), 43U);
   accounts.claim(mapped, Purpose::Parameter);
   EXPECT_EQ(accounts.parameterBytes(1), 43U);
@@ -155,11 +164,8 @@ TEST_F(Accounts, FilesAreCountedWithParameters) {
 }
 
 TEST_F(Accounts, WhatIsReadFromAFileIsInNoSumUntilItIsWritten) {
-  const core_test::TestFile contents(std::vector<unsigned char>(40));
-  Block mapped(nullptr, 40, BlockKind::Foreign, Born::Host, 0);
-  mapped.file = std::make_shared<FileBytes>(std::make_shared<File>(contents.path()), 0, 40);
-  mapped.file->whenWritten([&] { accounts.written(mapped); });
-  accounts.open(mapped);
+  OfFile read(accounts);
+  Block& mapped = read.block;
   accounts.claim(mapped, Purpose::Parameter);
   EXPECT_EQ(accounts.stats().files.bytes, 40U);
   EXPECT_EQ(accounts.stats().all.bytesEver, 0U);
@@ -184,11 +190,8 @@ TEST_F(Accounts, WhatIsReadFromAFileIsInNoSumUntilItIsWritten) {
 }
 
 TEST_F(Accounts, BytesOfAFileThatAreMarkedAsWrittenAreInTheSum) {
-  const core_test::TestFile contents(std::vector<unsigned char>(40));
-  Block mapped(nullptr, 40, BlockKind::Foreign, Born::Host, 0);
-  mapped.file = std::make_shared<FileBytes>(std::make_shared<File>(contents.path()), 0, 40);
-  mapped.file->whenWritten([&] { accounts.written(mapped); });
-  accounts.open(mapped);
+  OfFile read(accounts);
+  Block& mapped = read.block;
   mapped.file->markWritten();
   EXPECT_EQ(accounts.stats().files.bytes, 0U);
   EXPECT_EQ(of(Purpose::Temporary).bytes, 40U);

@@ -22,3 +22,14 @@ def fresh_compiler() -> Iterator[None]:
 def compiled(function: Callable, backend: str, **options: Any) -> Callable:
     """With no graph breaks."""
     return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def graphed(function: Callable) -> Callable:
+    """A function of one operand, compiled with CUDA graphs, each call of which is a step."""
+    step = torch.compile(function, fullgraph=True, mode="reduce-overhead")
+
+    def run(x: torch.Tensor) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return step(x)
+
+    return run

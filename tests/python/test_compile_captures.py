@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from compiling import fresh_compiler  # noqa: F401 - a fixture for all tests
+from compiling import fresh_compiler, graphed  # noqa: F401 - a fixture for all tests
 from helpers import COMPUTE, GPU, OFFLOAD, assert_same, at, data, layers, passes
 from safetensors_files import write
 from torch.testing import assert_close
@@ -44,16 +44,6 @@ def replays():
 
 def fetches():
     return torch_offload.stats()["fetches"]
-
-
-def graphed(function):
-    step = torch.compile(function, fullgraph=True, mode="reduce-overhead")
-
-    def run(x):
-        torch.compiler.cudagraph_mark_step_begin()
-        return step(x)
-
-    return run
 
 
 def plain_and(kind, folder):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from compiling import fresh_compiler  # noqa: F401 - a fixture for all tests
+from compiling import fresh_compiler, graphed  # noqa: F401 - a fixture for all tests
 from helpers import COMPUTE, OFFLOAD, assert_same, at, data, grads, layers
 
 import torch_offload
@@ -35,16 +35,6 @@ def replays(monkeypatch):
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
     return since
-
-
-def graphed(model):
-    step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-
-    def run(x):
-        torch.compiler.cudagraph_mark_step_begin()
-        return step(x)
-
-    return run
 
 
 @torch.no_grad()
