@@ -16,8 +16,6 @@
 namespace offload {
 namespace {
 
-constexpr int kAttempts = 16;
-
 struct FetchedMemory {
   Pin pin;
   Extent extent; // of the Block, from where the memory begins on
@@ -104,12 +102,12 @@ void claimLeaf(const at::Tensor& offload) {
 }
 
 // The newest value of a Block is what the device `computed` has just written here.
-bool adoptBytes(Block& block, const at::Tensor& value, c10::Device computed, std::optional<std::uint64_t> over = std::nullopt) {
+void adoptBytes(Block& block, const at::Tensor& value, c10::Device computed) {
   Context& context = Context::get();
   const auto& storage = value.storage();
   const Stream stream = context.currentStream(value.is_cuda() ? value.device().index() : computed.index());
   DeviceBuffer buffer{const_cast<void*>(storage.data()), storage.nbytes(), stream, keep(storage)};
-  return context.residency().adopt(block, std::move(buffer), stream, over);
+  context.residency().adopt(block, std::move(buffer), stream);
 }
 
 } // namespace
@@ -322,20 +320,18 @@ bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Devic
 }
 
 bool changePart(const at::Tensor& offload, const at::Tensor& value, c10::Device computed) {
-  const auto& storage = offload.storage();
-  const auto item = static_cast<std::size_t>(offload.element_size());
-  Block& block = blockOf(storage);
-  if (!isCached(computed) || block.born != Born::Device || block.shared || storage.nbytes() % item != 0) return false;
-  const at::Tensor elements = offload.as_strided({static_cast<std::int64_t>(storage.nbytes() / item)}, {1}, 0);
-  const Residency& residency = Context::get().residency();
-  // Other threads may be writing to other parts: then once more, with what they have written.
-  for (int attempt = 0; attempt < kAttempts && residency.has(block, {0, storage.nbytes()}, computed.index()); ++attempt) {
-    const std::uint64_t version = residency.versionOf(block);
-    const at::Tensor whole = fetchTo(elements, computed).clone();
-    whole.as_strided(offload.sizes(), offload.strides(), offload.storage_offset()).copy_(value);
-    if (adoptBytes(block, whole, computed, version)) return true;
-  }
-  return false;
+  Block& block = blockOf(offload.storage());
+  if (!isCached(computed) || block.born != Born::Device) return false;
+  Context& context = Context::get();
+  const Stream stream = context.currentStream(computed.index());
+  const c10::Device device = computed.is_cpu() ? c10::Device(c10::kCPU) : computed; // whose index is the cache's alone
+  const c10::DataPtr retained = Context::retain(block); // another thread may give the storage other memory
+  return context.residency().changeThere(block, stream, [&](void* data, void* owner) {
+    if (owner != nullptr && static_cast<const c10::Storage*>(owner)->use_count() > 1) return false; // somebody has kept it
+    c10::Storage there = storageOf(c10::DataPtr(data, device), {0, block.bytes});
+    tensorOver(std::move(there), device.type(), offload, offload.storage_offset()).copy_(value);
+    return true;
+  });
 }
 
 bool isFetched(const at::Tensor& tensor) {

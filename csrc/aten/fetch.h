@@ -43,8 +43,7 @@ at::Tensor stashResult(
 bool replaceValue(const at::Tensor& offload, const at::Tensor& value, c10::Device computed);
 
 /// Writes a value of the target `computed`, as copy_() does, to an offload tensor that is a part of its storage, where that was born on a
-/// device and all of it is in the cache. A copy of all becomes the storage's value, as others may be reading what is there. False
-/// where nothing happened, as where another part was written to meanwhile.
+/// device, and the cache has all of it for nobody else just now. False where nothing happened.
 bool changePart(const at::Tensor& offload, const at::Tensor& value, c10::Device computed);
 
 /// Whether a tensor's memory is that of a Slot or of a Block: then others read it too.

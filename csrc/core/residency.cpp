@@ -201,11 +201,6 @@ std::vector<Token> Residency::forget(Block& block) noexcept {
   return pending;
 }
 
-bool Residency::has(const Block& block, Extent extent, int device) const {
-  const std::lock_guard lock(mutex_);
-  return find(block, extent, device) != nullptr;
-}
-
 // ---- under the mutex
 
 std::shared_ptr<Slot> Residency::find(const Block& block, Extent extent, int index) const {

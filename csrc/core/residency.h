@@ -6,7 +6,7 @@
 //   copy home        after its producer, and after copies out of and into the host bytes
 //   kernel           after the copy into its Slot               (Slot::ready, on the kernel's own stream)
 //   that reads the host's bytes  after copies into them         (Block::writers, on its stream; then it is one of Block::readers)
-//   change of a Slot after that, and after the Slot's readers   (updateThere, on the stream of the change, which is `ready` then)
+//   change of a Slot after that, and after the Slot's readers   (updateThere and changeThere, on the stream of the change, then `ready`)
 //   reuse of memory  after the Slot's readers                   (Slot::readers, on the memory's home stream)
 //   host access      after Block::writers, to write also after Block::readers (HostLease)
 // All but the last are orders between streams; only a HostLease waits on the host.
@@ -124,9 +124,8 @@ class Residency {
 
   /// Makes device memory that `producer` has just written the newest value of the whole Block, without a copy on the device. It
   /// goes home when its room is wanted or the host asks, gradients by Note [When a gradient goes home]; at once where the Block is
-  /// Shared, or goesHome. An empty Block keeps nothing of it. With `over`, of a Block that isn't Shared, only where the newest bytes still
-  /// have that version and nobody has a lease on them; false where nothing has happened.
-  bool adopt(Block& block, DeviceBuffer buffer, Stream producer, std::optional<std::uint64_t> over = {});
+  /// Shared, or goesHome. An empty Block keeps nothing of it.
+  void adopt(Block& block, DeviceBuffer buffer, Stream producer);
 
   /// Gives up what of this purpose is on its way home, or was, until that is no more than `most` bytes of a device. What is enqueued
   /// from now on where it was made follows those copies.
@@ -175,6 +174,12 @@ class Residency {
   /// somebody else uses what is to be written, or is to.
   bool updateThere(const std::vector<Claim>& claims, Stream stream, const std::function<void(const std::vector<void*>&)>& work);
 
+  /// Has `work` change a part of a Block's newest bytes where the cache of the device of `stream` has all of them, for what adopt() would
+  /// make of the whole: it is given their address and who else's the memory is (DeviceBuffer::owner), enqueues on `stream` what changes
+  /// them, and calls nothing here; or does neither and returns false. False, and no byte has changed, also where they are not there, or somebody has a
+  /// Pin or a lease, or the Block is Shared. The caller keeps the Block. A failure leaves what the work has made of them.
+  bool changeThere(Block& block, Stream stream, const std::function<bool(void* data, void* owner)>& work);
+
   /// Orders `stream` after all that reads the device bytes of a Pin, copies home among it: for who is about to change them. What is on
   /// the device alone does not go home to make room until it is unpinned. The caller keeps the Block.
   void beforeChange(const Pin& pin, Stream stream);
@@ -182,9 +187,6 @@ class Residency {
   /// Copies home what work on `producer` has written to the device bytes that a fetch gave, and makes these the newest; nothing where
   /// the Block was written to since by anybody else, or is about to be. The caller keeps the Block: retainSource().
   void bringHome(const Pin& pin, Stream producer);
-
-  /// Whether a fetch of these bytes to that device would now find them there.
-  bool has(const Block& block, Extent extent, int device) const;
 
   /// The version of the newest bytes, once all jobs on the Block are done; none where the host does not have them.
   std::optional<std::uint64_t> awaitVersion(Block& block);
@@ -313,6 +315,7 @@ class Residency {
   static bool fits(const Device& device, std::size_t bytes);
   static void keepRoom(Device& device);
   void makeRoomForResult(Lock& lock, Device& device, Slots& retired) noexcept;
+  void findRoomFor(Lock& lock, Device& device, const std::shared_ptr<Slot>& slot, bool leased, Slots& retired);
   void expectRead(Block& block);
   void follow(Device& device);
   void keepExpected(Device& device);

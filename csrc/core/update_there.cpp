@@ -148,4 +148,56 @@ void Residency::endUpdate(const std::vector<Claim>& claims, const std::vector<Pi
   }
 }
 
+// What is changed stays Dirty, as the result that it replaces would: a copy of all of it for each part would cost as much as the whole.
+bool Residency::changeThere(Block& block, Stream stream, const std::function<bool(void* data, void* owner)>& work) {
+  const auto audited = audit("changeThere", &block);
+  hostErrors_.raise();
+  if (block.shared || block.file || link_.capturing(stream)) return false;
+  settle();
+  Device& dev = device(stream.device);
+  look(dev);
+  std::shared_ptr<Slot> slot;
+  std::vector<Token> before;
+  {
+    Lock lock(mutex_);
+    awaitIssued(lock, block);
+    slot = find(block, {0, block.bytes}, dev.index);
+    if (!slot || slot->pins > 0 || block.leases > 0) return false;
+    slot->unused = false;
+    dev.queue.pin(slot);
+    ++block.issuing;
+    before.push_back(slot->ready);
+    slot->readers.appendTo(before);
+  }
+  const Pin pin(*this, slot, slot->data, stream);
+  bool changed = false;
+  std::exception_ptr failure;
+  try {
+    for (const Token& token : before) token.orderBefore(stream);
+    changed = true;
+    changed = work(slot->data, slot->buffer.owner.get());
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  const Token made = changed ? events_.record(stream) : Token();
+  Slots retired;
+  {
+    Lock lock(mutex_);
+    --block.issuing;
+    issued_.notify_all();
+    if (changed) {
+      slot->version = ++block.version;
+      slot->ready = made;
+      if (slot->state == SlotState::Clean) slot->become(SlotState::Dirty);
+      dev.queue.move(slot, Share::Dirty);
+      ++block.adoptions;
+      retireStale(block, retired);
+      findRoomFor(lock, dev, slot, false, retired);
+    }
+  }
+  release(retired);
+  if (failure) std::rethrow_exception(failure);
+  return changed;
+}
+
 } // namespace offload

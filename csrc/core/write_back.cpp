@@ -30,12 +30,9 @@ std::shared_ptr<Slot> Residency::takeResult(Device& dev, const Block& block, Dev
   return slot;
 }
 
-bool Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer, std::optional<std::uint64_t> over) {
+void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
   const auto audited = audit("adopt", &block);
-  if (block.shared || block.bytes == 0) {
-    writeThrough(block, std::move(buffer), producer);
-    return true;
-  }
+  if (block.shared || block.bytes == 0) return writeThrough(block, std::move(buffer), producer);
   prepareForWrite(block);
   Device& dev = device(producer.device);
   const auto slot = takeResult(dev, block, std::move(buffer));
@@ -49,7 +46,6 @@ bool Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer, std::o
   {
     Lock lock(mutex_);
     awaitIssued(lock, block);
-    if (over && (block.version != *over || block.leases > 0)) return false;
     slot->block = &block;
     slot->version = ++block.version;
     retireStale(block, retired);
@@ -63,16 +59,7 @@ bool Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer, std::o
       lock.lock();
     }
     const bool leased = block.leases > 0;
-    awaitIssued(lock, block);
-    if (dirtyOf(block) == slot) {
-      if (leased) {
-        writeHome(lock, slot);
-      } else if (block.goesHome || isLastWrite(block) || (block.purpose == Purpose::Gradient && !isWithin(dev))) {
-        tryWriteHome(lock, slot);
-      }
-    }
-    if (block.purpose != Purpose::Gradient) makeRoomForResult(lock, dev, retired);
-    spill(lock, dev);
+    findRoomFor(lock, dev, slot, leased, retired);
     if (leased) block.writers.appendTo(leasedUntil);
     slot->readers.add(slot->ready); // its producer alone has used it, and may be on another stream than the memory's home
     if (!closed_) letGo(slot, retired);
@@ -80,7 +67,21 @@ bool Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer, std::o
   }
   release(retired);
   for (const Token& token : leasedUntil) token.wait();
-  return true;
+}
+
+// For what has just become Dirty; it goes home where it is due, or has to. Under a lease it does, or throws.
+void Residency::findRoomFor(Lock& lock, Device& dev, const std::shared_ptr<Slot>& slot, bool leased, Slots& retired) {
+  const Block& block = *slot->block;
+  awaitIssued(lock, block);
+  if (dirtyOf(block) == slot) {
+    if (leased) {
+      writeHome(lock, slot);
+    } else if (block.goesHome || isLastWrite(block) || (block.purpose == Purpose::Gradient && !isWithin(dev))) {
+      tryWriteHome(lock, slot);
+    }
+  }
+  if (block.purpose != Purpose::Gradient) makeRoomForResult(lock, dev, retired);
+  spill(lock, dev);
 }
 
 void Residency::giveUpLeaving(int index, Purpose purpose, std::size_t most) {

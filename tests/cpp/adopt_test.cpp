@@ -50,27 +50,6 @@ TEST(Adopt, AnEmptyResultLeavesNothing) {
   });
 }
 
-TEST(Adopt, OverAnotherVersionOrUnderALeaseNothingHappens) {
-  onEverySeed([](Rig& rig, Stream stream) {
-    const auto block = rig.newBlock(1000, Born::Device);
-    const auto over = [&](std::uint64_t version, unsigned number) {
-      return rig.cache.adopt(*block, rig.newResult(stream, pattern(number, 1000)), stream, version);
-    };
-    const std::uint64_t before = rig.cache.versionOf(*block);
-    ASSERT_TRUE(over(before, 1));
-    ASSERT_FALSE(over(before, 2));
-    const std::uint64_t now = rig.cache.versionOf(*block);
-    {
-      const HostLease lease = rig.cache.lease(*block, Access::Read);
-      ASSERT_FALSE(over(now, 3));
-    }
-    EXPECT_EQ(rig.cache.versionOf(*block), now);
-    EXPECT_EQ(rig.read(*block), pattern(1, 1000));
-    ASSERT_TRUE(over(now, 4));
-    EXPECT_EQ(rig.read(*block), pattern(4, 1000));
-  });
-}
-
 TEST(Adopt, AFetchFindsThemOnTheDevice) {
   onEverySeed([](Rig& rig, Stream stream) {
     const Stream other = rig.sim.createStream(0);

@@ -14,7 +14,7 @@ inline std::string_view Program::draw(SimRandom& random) const {
   if (shared_ && random.oneIn(4)) return "meet";
   if (saved_ && random.oneIn(2)) return std::array{"giveUpLeaving", "fetchAhead", "save", "save"}[random.below(4)];
   if (jobs_ && random.oneIn(3)) return "writeLater";
-  if (updates_ && random.oneIn(3)) return "updateThere";
+  if (updates_ && random.oneIn(2)) return std::array{"updateThere", "updateThere", "changeThere"}[random.below(3)];
   if (ordered_ && !random.oneIn(batches_ ? 20 : 5)) return "fetchNext";
   switch (random.below(32)) {
     case 0 ... 7:

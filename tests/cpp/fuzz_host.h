@@ -103,6 +103,24 @@ inline void Program::updateThere() {
   ++updatesDone_;
 }
 
+/// A part becomes new where the cache has the whole, and nobody else is using it.
+inline void Program::changeThere() {
+  Model& to = model("to");
+  if (!to.known) return;
+  const Stream on = stream();
+  const Range part = range(to);
+  const Bytes own = value(part.bytes);
+  const bool done = rig_.cache.changeThere(*to.block, on, [&](void* data, void* /*owner*/) {
+    if (choices_.oneIn("refuses", 16)) return false;
+    rig_.writeOnDevice(on, static_cast<std::byte*>(data) + part.begin, own);
+    return true;
+  });
+  if (!done) return;
+  check(!to.beingWritten(), "what is leased was changed");
+  to.set(part, own);
+  ++changedInPlace_;
+}
+
 inline void Program::holdLease() {
   Model& of = model();
   if (of.lease) {

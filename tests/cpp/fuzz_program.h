@@ -99,6 +99,7 @@ class Program {
         {"alsoUse", &Program::alsoUse},
         {"changeBehindItsBack", &Program::changeBehindItsBack},
         {"changeInPlace", &Program::changeInPlace},
+        {"changeThere", &Program::changeThere},
         {"drop", &Program::drop},
         {"fetch", &Program::fetch},
         {"fetchAhead", &Program::fetchAhead},
@@ -405,6 +406,7 @@ class Program {
   void hostWrite();
   void writeLater();
   void updateThere();
+  void changeThere();
   /// Takes a lease for a while, or lets go of one.
   void holdLease();
   void changeBehindItsBack();

@@ -153,8 +153,9 @@ TEST(Fuzz, HostWorkThatIsDoneLater) {
 }
 
 TEST(Fuzz, UpdatesInTheCache) {
-  const std::size_t updates = runSeeds(Kind::Updates, kDefaultSeeds / 2).updates;
-  EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || updates > kDefaultSeeds) << updates;
+  const Done done = runSeeds(Kind::Updates, kDefaultSeeds / 2);
+  EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || done.updates > kDefaultSeeds) << done.updates;
+  EXPECT_TRUE(std::getenv("OFFLOAD_FUZZ_SEEDS") != nullptr || done.changedInPlace > kDefaultSeeds / 2) << done.changedInPlace;
 }
 
 TEST(Fuzz, MemoryOfSeveralProcesses) {

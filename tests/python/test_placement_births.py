@@ -255,6 +255,39 @@ def test_threads_write_to_parts_of_one_tensor():
         assert_same(out, torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, SIZE))
 
 
+@pytest.mark.memcheck
+def test_a_part_is_written_where_the_whole_is():
+    """In the cache's memory, with no copy of the whole."""
+    whole = place(at(CPU, SIZE, SIZE), "device")
+    row = place(at(CPU, SIZE, seed=1), "device")
+    expected = at(CPU, SIZE, SIZE)
+    given_up = torch_offload.stats()["evictions"]
+    for k in range(0, SIZE, 2):
+        _, home, _ = crossed(lambda k=k: whole[k].copy_(row))
+        assert home == 0
+        whole[:, k] = row.to(torch.bfloat16)
+        expected[k] = row.cpu()
+        expected[:, k] = row.cpu().to(torch.bfloat16)
+    assert torch_offload.stats()["evictions"] - given_up <= SIZE // 2  # of what the casts have made
+    assert_same(whole, expected)
+
+
+def test_memory_that_an_operation_has_kept_is_not_written():
+    kept = []
+
+    @torch.library.custom_op("births::keeps", mutates_args=())
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x + 1)
+        return kept[-1].view_as(kept[-1])
+
+    value = at(CPU, SIZE, SIZE)
+    whole = keeps(place(value, "device"))
+    whole[0] = place(at(CPU, SIZE, seed=1), "device")
+    assert_same(kept[0], value + 1)
+    assert_same(whole[0], at(CPU, SIZE, seed=1))
+    assert_same(whole[1:], value[1:] + 1)
+
+
 def test_a_copy_into_freed_memory_says_so():
     source, target = place(at(CPU, 4), "device"), place(at(CPU, 4), "device")
     target.untyped_storage().resize_(0)
@@ -262,6 +295,7 @@ def test_a_copy_into_freed_memory_says_so():
         target.copy_(source)
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("way", ["index_copy_", "slices"])
 def test_keys_of_a_static_cache(way):
     """What is written token by token stays on the device, and comes home once."""
