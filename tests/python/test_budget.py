@@ -47,6 +47,7 @@ def training(net, inputs, optimizer):
     return losses
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("budget", [0, 3 * WEIGHT, 20 * WEIGHT, "auto"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("feed", ["plain", "offload"])

@@ -55,6 +55,7 @@ def every(blocks, x, **kwargs):
     return x
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("feed", ["plain", "offload"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("reentrant", [True, False])

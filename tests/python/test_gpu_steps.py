@@ -64,6 +64,7 @@ def same_state(optimizer, truth, check):
         check([value.cpu() for value in ours.values()], [value.cpu() for value in theirs.values()])
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_values(name):
     plain = layers(3, 64).to(COMPUTE)

@@ -12,6 +12,7 @@ READS = {
 }
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("budget", ["0", "auto"])
 @pytest.mark.parametrize("read", READS)
 def test_read_at_once(read, budget):

@@ -36,6 +36,7 @@ LOOKUPS = {
 }
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize("mode", ["train", "no_grad", "inference"])
 def test_rows_are_read_where_they_are(name, mode):

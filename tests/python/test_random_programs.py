@@ -196,6 +196,7 @@ class Program:
             raise AssertionError(f"after {', '.join(self.lines)}") from error
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("seed", range(20 if SIM else 10))
 def test_program(seed):
     Program(seed).run(80)

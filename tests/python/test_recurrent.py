@@ -6,6 +6,7 @@ from helpers import COMPUTE, grads, same
 from torch import nn
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("feed", ["plain", "offload"])
 def test_packed_sequence(feed):
     """The lengths are on the CPU, whatever the values are on."""

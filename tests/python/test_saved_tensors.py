@@ -166,6 +166,7 @@ OTHER_DATA = {
 }
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("change", OTHER_DATA.values(), ids=OTHER_DATA)
 def test_backward_reads_what_the_forward_has_read(change):
     """A parameter that gets other memory in between, as from module.to(), is no other operand of what has been computed."""

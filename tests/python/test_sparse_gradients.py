@@ -34,6 +34,7 @@ def gradient_parts(parameter):
     return [gradient._nnz(), ordered.indices(), ordered.values()]
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("fed", [COMPUTE, OFFLOAD], ids=["fed with plain tensors", "fed with offload tensors"])
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 def test_gradients(make, fed):
