@@ -90,6 +90,8 @@ class Arena {
   /// throw. It counts as page-locked memory does, and is pageable past the same limits. Whoever lets go of page-locked memory in
   /// a deleter gives it to keepAlive(): to unlock it takes a call of the Link.
   std::shared_ptr<SharedMemory> share(std::size_t bytes, Born born);
+  /// See SharedMemory; what was given to keepAlive() makes way. May wait for copies.
+  void requireDescriptor();
   std::shared_ptr<SharedMemory> openShared(int descriptor);
   /// Returns regions that nothing uses to the system; its bytes.
   std::size_t trim();

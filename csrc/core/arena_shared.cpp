@@ -1,11 +1,23 @@
 // Memory of several processes: the Arena counts it, and page-locks it within its limits.
 #include "core/arena.h"
+#include "core/error.h"
 
 #include <algorithm>
 
 namespace offload {
 
+// What was let go has its descriptor until it is collected.
+void Arena::requireDescriptor() {
+  try {
+    SharedMemory::requireDescriptor();
+  } catch (const Error&) {
+    if (!collect(Poll::Wait)) throw;
+    SharedMemory::requireDescriptor();
+  }
+}
+
 std::shared_ptr<SharedMemory> Arena::share(std::size_t bytes, Born born) {
+  requireDescriptor();
   return mapped(SharedMemory::create(bytes, born));
 }
 

@@ -91,7 +91,6 @@ std::unique_ptr<SharedMemory> SharedMemory::create(std::size_t bytes, Born born)
   // The kernel would not refuse: it would take memory until it has to kill somebody.
   const std::size_t available = readMemoryLimits().available;
   if (whole < bytes || whole > available) throw refuse(std::to_string(available) + " are available");
-  requireDescriptor();
   const int descriptor = memfd_create("torch_offload", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor < 0) throw refuse(reason());
   std::unique_ptr<SharedMemory> memory(new SharedMemory(descriptor));

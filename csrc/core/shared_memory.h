@@ -26,7 +26,7 @@ class SharedMemory {
   /// Throws Error unless the process may open another descriptor, and some for the rest of the program. Where its limit is in
   /// the way, raises that, up to the hard one.
   static void requireDescriptor();
-  /// Zeroed memory for a storage. Throws OutOfMemory, and what requireDescriptor() does.
+  /// Zeroed memory for a storage. Throws OutOfMemory.
   static std::unique_ptr<SharedMemory> create(std::size_t bytes, Born born);
   /// What another process, or this one, has created. Takes the descriptor, also where it throws: Error.
   static std::unique_ptr<SharedMemory> open(int descriptor);

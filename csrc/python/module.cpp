@@ -220,7 +220,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_shared", [](const c10::Storage& storage) { return isShared(*storage.unsafeGetStorageImpl()); });
   m.def(
       "share", torch::wrap_pybind_function_no_gil([](const c10::Storage& storage) { share(*storage.unsafeGetStorageImpl()); }));
-  m.def("require_descriptor", &SharedMemory::requireDescriptor);
+  m.def("require_descriptor", [] { context().arena().requireDescriptor(); });
   m.def("shared_descriptor", [](const c10::Storage& storage) { return sharedDescriptor(*storage.unsafeGetStorageImpl()); });
   m.def("open_shared", torch::wrap_pybind_function([](int descriptor, int index) {
           return openShared(descriptor, static_cast<c10::DeviceIndex>(index));

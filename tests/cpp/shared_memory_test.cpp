@@ -1,8 +1,10 @@
 // Memory of several processes: what they have in common, how it is counted and page-locked, and that it goes.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
@@ -183,6 +185,30 @@ TEST_F(SharedArena, StaysUntilTheCopiesAreDone) {
   EXPECT_EQ(mappings(), 0U);
   EXPECT_TRUE(link.locked.empty());
   sim.free(device, stream);
+}
+
+TEST_F(SharedArena, WhatWasLetGoMakesWayWhereDescriptorsAreShort) {
+  const auto inAProcess = [this] {
+    Arena arena(&link, options());
+    const rlim_t most = descriptors() + 32 + 8; // of which 32 are left to others
+    const struct rlimit limit {
+      most, most
+    };
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return 1;
+    for (int round = 0; round < 3; ++round) {
+      std::vector<std::shared_ptr<SharedMemory>> held;
+      try {
+        for (;;) held.push_back(arena.share(1000, Born::Host));
+      } catch (const OutOfMemory&) {
+        return 2;
+      } catch (const Error&) {
+        if (held.size() < 6) return 3;
+      }
+      for (auto& memory : held) arena.keepAlive(std::move(memory), {});
+    }
+    return 0;
+  };
+  EXPECT_EXIT(std::_Exit(inAProcess()), testing::ExitedWithCode(0), "");
 }
 
 TEST_F(SharedArena, WhatIsReceivedAndLetGoGoesBackWithoutAnAllocation) {

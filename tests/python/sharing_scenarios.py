@@ -409,8 +409,8 @@ def many(context: Any) -> None:
 def too_many(context: Any) -> None:
     """More than a receiver's hard limit: it is told, and receives what comes next."""
     told, received = sends_many(context, 80)
-    assert "takes a file descriptor" in told
-    assert received == [[0.0] * 2]
+    assert "takes a file descriptor" in told, told
+    assert received == [[0.0] * 2], received
 
 
 def many_arguments(context: Any) -> None:
