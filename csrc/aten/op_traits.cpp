@@ -108,6 +108,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
   looksUp = isLookup(schema);
   contracts = schema.name() == "aten::einsum";
   draws = op.hasTag(at::Tag::nondeterministic_seeded);
+  countsWrites = op.hasKernelForDispatchKey(DispatchKey::ADInplaceOrView) || op.schema().name().starts_with("aten::_foreach_");
   fills = kFills.contains(schema.name()) && schema.overload_name() != "Tensor";
   for (const auto& argument : schema.arguments()) {
     ArgumentTraits traits;
@@ -193,6 +194,7 @@ Operands OpTraits::operands(const torch::jit::Stack& stack) const {
       }
     }
   }
+  found.writesInference = found.writesInference && countsWrites;
   return found;
 }
 

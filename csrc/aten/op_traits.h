@@ -40,6 +40,7 @@ struct OpTraits {
   bool decomposes = false; // of offload operands alone its parts give what the device gives
   bool convertsDevice = false; // its Device argument says where the result lives
   bool draws = false; // random numbers
+  bool countsWrites = false; // in versions, which tensors of inference mode don't have
   bool fills = false; // a tensor with one number
   bool contracts = false; // tensors of a list, as an equation says
   bool looksUp = false; // reads rows of its first operand: Note [Lookups]

@@ -3,6 +3,7 @@
 #include "aten/fetch.h"
 #include "aten/sparse.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
 
@@ -17,8 +18,8 @@ thread_local int hostScopes = 0;
 constexpr c10::DispatchKeySet kTransformKeys({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize});
 constexpr c10::DispatchKeySet kWrapperKeys = kTransformKeys | c10::DispatchKeySet(c10::DispatchKey::Python);
 
-// Whether elements share memory, as those of unfold() do; what is expanded counts as one. A copy of such a view has them apart, and
-// what is written to one of them there is not seen by the others.
+} // namespace
+
 bool overlapsItself(const at::Tensor& tensor) {
   if (tensor.is_sparse() || tensor.is_non_overlapping_and_dense()) return false;
   c10::SmallVector<std::pair<std::int64_t, std::int64_t>, 6> dims; // by stride
@@ -33,8 +34,6 @@ bool overlapsItself(const at::Tensor& tensor) {
   }
   return false;
 }
-
-} // namespace
 
 bool isBornOnDevice(const at::Tensor& offload) {
   if (isSparse(offload)) {
@@ -64,6 +63,7 @@ void Operands::add(const at::Tensor& tensor, bool written, bool out) {
   const bool plain = !tensor.key_set().has_any(kWrapperKeys);
   // A subclass elsewhere (a jagged tensor, say) is an activation, beside which its author expects tensors of its device.
   wrapped = wrapped || tensor.key_set().has_any(device.type() == kOffload ? kWrapperKeys : kTransformKeys);
+  writesInference = writesInference || (written && tensor.is_inference() && !c10::InferenceMode::is_enabled());
   const bool dims = tensor.dim() > 0 && !out; // an `out=` takes the shape of the result
   foreign = foreign || device.type() != kOffload;
   switch (device.type()) {
@@ -97,6 +97,10 @@ void Operands::add(const at::Tensor& tensor, bool written, bool out) {
 }
 
 Placement place(const Operands& operands, Effect effect) {
+  TORCH_CHECK(
+      effect != Effect::InPlace || !operands.writesInference,
+      "offload: Inplace update to inference tensor outside InferenceMode is not allowed: write to a clone, or in inference "
+      "mode.");
   const c10::Device home(kOffload, operands.index);
   if (operands.cuda) return {*operands.cuda, false, home};
   // What is written to elsewhere decides, of whatever size: a kernel writes to one device.

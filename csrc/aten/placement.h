@@ -27,6 +27,10 @@ bool isUndecided(const at::Tensor& offload);
 /// Where that was made; nothing where it is decided.
 void decideBirth(const at::Tensor& offload, Born born);
 
+/// Whether elements share memory, as those of unfold() do; what is expanded counts as one. A copy of such a view has them apart, and
+/// what is written to one of them there is not seen by the others.
+bool overlapsItself(const at::Tensor& tensor);
+
 /// What an operation is given, as far as the rule asks.
 struct Operands {
   bool offload = false; // any offload tensor
@@ -34,6 +38,7 @@ struct Operands {
   bool targetDeviceBorn = false; // one that is written to
   bool targetHostBorn = false;
   bool targetUndecided = false;
+  bool writesInference = false; // to a tensor of inference mode, outside of it
   bool drawn = false; // the values are random
   std::optional<c10::Device> plainTarget; // of a tensor elsewhere that is
   bool requiresGrad = false; // any operand, wherever it lives

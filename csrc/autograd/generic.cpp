@@ -20,6 +20,7 @@
 #include "compat/quiet_registration.h"
 #include "compat/registration.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
@@ -63,12 +64,14 @@ at::Tensor unexpanded(at::Tensor tensor, at::IntArrayRef strides) {
   return tensor;
 }
 
-// What is expanded stays so: whether an operation may write to that is for the operation to say.
+// What is expanded stays so: whether an operation may write to that is for the operation to say. So does what shares memory.
 at::Tensor workFor(const at::Tensor& value, const at::Tensor& source) {
   const ModeOfWritten mode(source);
   if (value.is_sparse()) return value.clone();
   const at::Tensor one = unexpanded(value, value.strides());
-  return one.is_same(value) ? value.clone() : one.clone().expand(value.sizes());
+  if (tracing() || !overlapsItself(one)) return one.is_same(value) ? value.clone() : one.clone().expand(value.sizes());
+  const auto reach = static_cast<std::int64_t>(at::detail::computeStorageNbytes(one.sizes(), one.strides(), 1));
+  return one.as_strided({reach}, {1}).clone().as_strided(value.sizes(), value.strides(), 0);
 }
 
 // Whether it gets a new value as a whole, which the cache takes.
@@ -189,7 +192,8 @@ void callFetched(
       return fetchInStorage(tensor, placement.compute);
     const bool written = argument.written || (argument.hidden && hiddenWrites);
     const auto again = std::ranges::find_if(writes, [&](const Written& one) { return one.source.is_same(tensor); });
-    if (written && again != writes.end()) return again->work; // a list may name one twice
+    // A list may name one twice, and what is read may be what is written; not where that had nothing to be read.
+    if (again != writes.end() && (written || !traits.fills)) return again->work;
     if (argument.table && reads && (inPlace.table = lookUp(tensor, placement.compute, *reads)).defined()) return inPlace.table;
     if (written && isOverwritten(traits, placement, tensor)) { // and isn't read
       writes.push_back({tensor, emptyAs(tensor, placement.compute), argument, {}});

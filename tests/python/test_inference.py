@@ -35,6 +35,29 @@ def test_forward(context, feed, requires_grad):
     same(run)
 
 
+WRITES = {
+    "add_": lambda t: t.add_(1),
+    "beside a plain tensor": lambda t: t.mul_(torch.ones(3)),
+    "index_fill_": lambda t: t.index_fill_(0, torch.tensor([0]), 1.0),
+    "out": lambda t: torch.add(torch.ones(3), 1, out=t),
+    "a list": lambda t: torch._foreach_add_([t], 1),
+    "a list of zeros": lambda t: torch._foreach_zero_([t]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("born", ["host", "device"])
+def test_tensors_of_inference_mode_are_not_written_outside_of_it(write, born):
+    with torch.inference_mode():
+        t = at(OFFLOAD, 3) if born == "host" else at(OFFLOAD, 3) * 1
+    with pytest.raises(RuntimeError, match=r"[Ii]nference"):
+        write(t)
+    assert_same(t, at(OFFLOAD, 3))
+    with torch.inference_mode():
+        t.add_(1)
+    assert_same(t, at(OFFLOAD, 3) + 1)
+
+
 def test_tensors_made_in_inference_mode():
     def run(device):
         with torch.inference_mode():

@@ -337,6 +337,45 @@ def test_a_list_that_names_a_tensor_twice():
     same(run, truth=CPU)
 
 
+@pytest.mark.skipif(GPU, reason="CUDA's kernel does all of a list at once, in no order")
+@pytest.mark.parametrize("born", ["host", "device"])
+def test_a_list_that_reads_what_it_writes(born):
+    def run(device):
+        x, y = at(device, 4), at(device, 4, seed=1)
+        if born == "device":
+            x, y = x * 1, y * 1
+        torch._foreach_mul_([x, x], [x, x])
+        torch._foreach_mul_([x, y], [y, x])
+        one = x.sum()
+        return x, y, one.fill_(one)
+
+    same(run, truth=CPU)
+
+
+OVERLAPPING = {
+    "lerp_": lambda x: x.unfold(0, 2, 1)[:2].lerp_(torch.ones(2, 2), 0.5),
+    "index_add_": lambda x: x.unfold(0, 2, 1)[:2].index_add_(0, torch.tensor([0, 1]), torch.ones(2, 2).to(x.device)),
+    "add_": lambda x: x.as_strided((2, 2), (1, 1), 1).add_(torch.ones(2, 2)),
+    "add_, expanded": lambda x: x.as_strided((2, 2), (1, 1)).unsqueeze(0).expand(1, 2, 2).add_(torch.ones(2, 2)),
+    "foreach": lambda x: torch._foreach_add_([x.unfold(0, 2, 1)], [torch.ones(3, 2)]),
+    "out": lambda x: torch.add(torch.ones(3, 2), 1, out=x.unfold(0, 2, 1)),
+}
+
+
+@pytest.mark.skipif(GPU, reason="there CUDA's tensors take the CPU's part, and write in no order")
+@pytest.mark.parametrize("grad", [True, False], ids=["grad mode", "no_grad"])
+@pytest.mark.parametrize("born", ["host", "device"])
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_views_that_overlap_themselves_beside_plain_tensors(name, born, grad):
+    def run(device):
+        x = at(device, 4) * 1 if born == "device" else at(device, 4)
+        with torch.set_grad_enabled(grad):
+            OVERLAPPING[name](x)
+        return x
+
+    same(run, truth=CPU)
+
+
 @pytest.mark.parametrize("born", ["host", "device"])
 def test_writes_to_an_expanded_tensor(born):
     def run(device):
