@@ -176,10 +176,12 @@ def set_gpu_steps(enabled: bool) -> None:
     of a file are stepped on the host.
 
     A GPU rounds some operations otherwise than a CPU, so with this results depend in their last bits on the budget.
-    ``stats()["updates"]`` counts such steps, parameter by parameter.
+    ``stats()["updates"]`` counts such steps, parameter by parameter. Without a GPU it does nothing, and warns.
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"optimizers step on the GPU or they don't; give True or False, not {enabled!r}.")
+    if enabled:
+        _warn_without_cache("set_gpu_steps(True)")
     _C.set_work_on_device(enabled)
 
 
@@ -199,10 +201,12 @@ def set_autocast_copies(enabled: bool) -> None:
 
     It is for weights that are used more often than they are updated: inference, frozen weights, gradient accumulation, and
     training whose time the link sets. Compiled graphs cast on the GPU as ever, and so does all that runs with
-    :func:`set_gpu_steps`.
+    :func:`set_gpu_steps`. Without a GPU it does nothing, and warns.
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"copies are kept or they aren't; give True or False, not {enabled!r}.")
+    if enabled:
+        _warn_without_cache("set_autocast_copies(True)")
     _C.set_autocast_copies(enabled)
 
 
@@ -237,6 +241,12 @@ def set_budget(budget: int | str | None = "auto") -> None:
 
 def _warn_of(what: str, said: str, count: int) -> None:
     if problem := _C.problem_of(what, said, count):
+        warnings.warn(problem, stacklevel=3)
+
+
+def _warn_without_cache(call: str) -> None:
+    if _C.backend() == "host":
+        problem = f"offload: {call} does nothing here, since the CPU computes on the host bytes and there is no cache."
         warnings.warn(problem, stacklevel=3)
 
 

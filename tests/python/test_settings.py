@@ -68,6 +68,17 @@ def test_a_call_where_there_is_no_cache(setting):
 
 
 @pytest.mark.skipif(not HOST, reason="there is a cache")
+@pytest.mark.parametrize("name", ["gpu_steps", "autocast_copies"])
+def test_a_way_to_use_the_cache_where_there_is_none(name):
+    setting = getattr(torch_offload, f"set_{name}")
+    with pytest.warns(UserWarning, match=rf"set_{name}\(True\) does nothing here.*no cache"):
+        setting(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        setting(False)
+
+
+@pytest.mark.skipif(not HOST, reason="there is a cache")
 def test_a_share_where_there_is_no_cache():
     with pytest.warns(UserWarning, match=r"a budget of 40% does nothing here.*no cache"):
         torch_offload.set_budget("40%")
