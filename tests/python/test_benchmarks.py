@@ -166,7 +166,8 @@ BUDGETS = [
     *(run("0", 0.1), run("half", 0.055), run("auto", 0.0204), run("auto, full GPU", 0.042, ideal=0.04)),
     *(run("0", 0.1, tokens=1), run("auto", 0.026, tokens=1)),
 ]
-STEPS = [run("", 1.02, variant="offload", ideal=1.0)]
+MOVED = {"bytes": 2**32, "bytes_down": 0, "bytes_up": 2**32}
+STEPS = [run("", 1.02, variant="offload", ideal=1.0, **MOVED)]
 FORWARD, BOTH, GENERATE = "forward, 4096 tokens", "forward and backward, 4096 tokens", "generate(), 32 tokens after 128"
 FED = [
     *(fed(1.1, work) for work in (FORWARD, BOTH, GENERATE)),
@@ -266,8 +267,18 @@ FED = [
         ),
         (
             "residency",
-            [BUDGETS, [run("", 1.03, variant="offload", ideal=1.0)]],
+            [BUDGETS, [run("", 1.03, variant="offload", ideal=1.0, **MOVED)]],
             ["micro-batches: 1.030 times the ideal, and not 1.02."],
+        ),
+        (
+            "residency",
+            [BUDGETS, [run("", 1.0, variant="offload", ideal=1.0, **MOVED | {"bytes_up": 4 * 2**32})]],
+            ["micro-batches: 0.00 GiB down and 16.00 up, where gradients of 4.00 go home once."],
+        ),
+        (
+            "residency",
+            [BUDGETS, [run("", 1.0, variant="offload", ideal=1.0, **MOVED | {"bytes_down": 2**32})]],
+            ["micro-batches: 4.00 GiB down and 4.00 up, where gradients of 4.00 go home once."],
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_step_while_the_next_forward_is_under_way(way, budget):
     optimizer, truth = (torch.optim.AdamW(each.parameters(), lr=0.0625, **way) for each in (net, plain))
     x = data(8, WIDTH)
     with deterministic():
-        for step in range(6):
+        for step in range(50):
             optimizer.zero_grad()
             y = net(x)
             y.square().mean().backward()

@@ -122,7 +122,7 @@ ORDER = [
 TWO_DEVICES = ["test_two_devices.py", "test_two_devices_files.py", "test_random_programs.py", "test_saved_automatic.py"]
 
 RUNS = {
-    "budgets and orders": (CACHE, {"TORCH_OFFLOAD_SEED": "9", **VALIDATE}),
+    "budgets and orders": (CACHE, {"TORCH_OFFLOAD_SEED": "9", "TORCH_OFFLOAD_POISON": "1", **VALIDATE}),
     "late copies": (AUTOGRAD, {"TORCH_OFFLOAD_SEED": "10", "TORCH_OFFLOAD_COPY_DELAY_US": "100", **VALIDATE}),
     "everything": (EVERYTHING, {"TORCH_OFFLOAD_SEED": "1", "TORCH_OFFLOAD_POISON": "1"}),
     "what is replaced": (REPLACED, {"TORCH_OFFLOAD_SEED": "12", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
