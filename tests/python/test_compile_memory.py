@@ -1,6 +1,7 @@
 """Compiled graphs beside the cache: what others read is never written to, and nothing that was fetched is kept."""
 
 import contextlib
+import copy
 import re
 
 import pytest
@@ -135,20 +136,33 @@ def test_a_buffer_that_is_replaced_after_its_use(backend, inference):
             torch.testing.assert_close(model.weight.grad.cpu(), plain.weight.grad.cpu())
 
 
-def test_fetches_are_not_saved():
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "aot_eager_default_partitioner"])
+def test_fetches_are_not_saved(backend, autocast, frozen):
+    """Nor casts and views of what was fetched."""
     saved = []
 
     def pack(tensor):
         saved.append(tensor.device.type if tensor.shape == (64, 64) else None)
         return tensor
 
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False)).to(OFFLOAD)
-    step = compiled(model, "aot_eager")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = step(data(4, 64).requires_grad_())
+    model.requires_grad_(not frozen)
+    plain = copy.deepcopy(model).to(COMPUTE)
+    step = compiled(model, backend)
+    x, y = data(4, 64).requires_grad_(), data(4, 64).requires_grad_()
+    with torch.autocast(COMPUTE.type, torch.bfloat16, enabled=autocast):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            actual = step(x)
+        expected = plain(y)
     assert saved.count("offload") == 2
     assert COMPUTE.type not in saved
-    y.sum().backward()
+    actual.sum().backward(), expected.sum().backward()
+    gradients = [x.grad, *(p.grad.to(COMPUTE) for p in model.parameters() if not frozen)]
+    tolerance = {"rtol": 0.05, "atol": 0.05} if autocast else {}
+    torch.testing.assert_close(gradients, [y.grad, *(p.grad for p in plain.parameters() if not frozen)], **tolerance)
 
 
 def test_kernels_know_that_what_is_fetched_is_aligned():

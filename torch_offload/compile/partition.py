@@ -2,8 +2,8 @@
 
 A compiled graph saves what its backward needs. Of a weight that is the weight, on offload, and not what was fetched: all of
 them together would fill the GPU memory that offload is there to spare. PyTorch's partitioners have a mark for values that are
-computed again, and every fetch gets it; except of an input that the graph itself writes to, which has another value by then:
-that is kept as it was.
+computed again, and every fetch gets it, and what is a view or a cast of it, as autocast makes one of every weight; except of an
+input that the graph itself writes to, which has another value by then: that is kept as it was.
 """
 
 import functools
@@ -18,6 +18,21 @@ from torch.utils.checkpoint import CheckpointPolicy
 _ASKER = "torch._functorch._activation_checkpointing.remat_using_tags_for_fwd_loss_bwd_graph_pass"
 
 
+_CASTS = {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+
+
+def _compute_again(graph: Any, fetches: list[Any]) -> None:
+    """Marks these, and what has their values in another shape or dtype, but for what the user has marked."""
+    again = set(fetches)
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        follows = node.target in _CASTS or getattr(node.target, "is_view", False)
+        if follows and inputs and again.issuperset(inputs) and "recompute" not in node.meta:
+            again.add(node)
+    for node in again:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
 def _prepare(graph: Any) -> None:
     from torch_offload.compile import graphs  # the operations that it names are registered by now
 
@@ -26,9 +41,7 @@ def _prepare(graph: Any) -> None:
     if not fetches:
         return
     written = graphs.keep_what_is_overwritten(graph)
-    for node in fetches:
-        if not written & graphs.storages(node.args[0]):
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    _compute_again(graph, [node for node in fetches if not written & graphs.storages(node.args[0])])
     graphs.return_copies(graph)
 
 
