@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -122,7 +123,8 @@ struct BasicRig {
     return seen;
   }
   void writeOnDevice(Stream stream, void* device, const Bytes& value) {
-    sim.launch(stream, [=] { std::memcpy(device, value.data(), value.size()); }, {}, {{device, value.size()}});
+    const auto body = [=] { std::copy(value.begin(), value.end(), static_cast<unsigned char*>(device)); };
+    sim.launch(stream, body, {}, {{device, value.size()}});
   }
   /// Device memory that a kernel fills with `value`; it belongs to somebody else, as a tensor's does.
   DeviceBuffer newResult(Stream stream, const Bytes& value) {

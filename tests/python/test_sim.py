@@ -87,6 +87,22 @@ COMPILED = [
     # The slowest, which asks whether code compiles.
     "--deselect=tests/python/test_compile_operations.py::test_generated_code_may_be_cpp",
 ]
+COMPILED_FEATURES = [
+    "test_compile_device.py",
+    "test_compile_export.py",
+    "test_compile_higher_order.py",
+    "test_compile_kernels.py",
+    "test_compile_variants.py",
+]
+COMPILED_MODELS = [
+    "test_compile.py",
+    # Processes of their own.
+    *[
+        f"--deselect=tests/python/test_compile.py::test_another_inductor_is_{what}"
+        for what in ("refused", "no_concern_of_others")
+    ],
+    "--deselect=tests/python/test_compile.py::test_other_partitioners_are_refused",
+]
 # Files, records and other processes; of the tests that start some, those that a cache could get wrong.
 SHARING = ["writes_between_forwards", "writes_of_a_child", "writes_of_a_child_into_a_result", "results_of_a_child"]
 OUTSIDE = [
@@ -127,6 +143,14 @@ RUNS = {
     "everything": (EVERYTHING, {"TORCH_OFFLOAD_SEED": "1", "TORCH_OFFLOAD_POISON": "1"}),
     "what is replaced": (REPLACED, {"TORCH_OFFLOAD_SEED": "12", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
     "compiled": (COMPILED, {"TORCH_OFFLOAD_SEED": "17", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
+    "compiled features": (
+        COMPILED_FEATURES,
+        {"TORCH_OFFLOAD_SEED": "19", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"},
+    ),
+    "compiled models": (
+        COMPILED_MODELS,
+        {"TORCH_OFFLOAD_SEED": "18", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"},
+    ),
     "files and processes": (OUTSIDE, {"TORCH_OFFLOAD_SEED": "15", "TORCH_OFFLOAD_POISON": "1", "OMP_NUM_THREADS": "1"}),
     "evict at once": (
         [*ORDER, "test_optim.py"],
