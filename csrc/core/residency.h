@@ -176,8 +176,8 @@ class Residency {
 
   /// Has `work` change a part of a Block's newest bytes where the cache of the device of `stream` has all of them, for what adopt() would
   /// make of the whole: it is given their address and who else's the memory is (DeviceBuffer::owner), enqueues on `stream` what changes
-  /// them, and calls nothing here; or does neither and returns false. False, and no byte has changed, also where they are not there, or somebody has a
-  /// Pin or a lease, or the Block is Shared. The caller keeps the Block. A failure leaves what the work has made of them.
+  /// them, and calls nothing here; or returns false and does not. False, and no byte has changed, also where they are not there, or
+  /// somebody has a Pin or a lease, or the Block is Shared. The caller keeps the Block. A failure leaves what the work has made of them.
   bool changeThere(Block& block, Stream stream, const std::function<bool(void* data, void* owner)>& work);
 
   /// Orders `stream` after all that reads the device bytes of a Pin, copies home among it: for who is about to change them. What is on

@@ -10,12 +10,6 @@ constexpr std::size_t kBytes = 1000;
 constexpr std::size_t kBegin = 300;
 constexpr std::size_t kPart = 200;
 
-CoreOptions withBudget(std::size_t budget, std::uint64_t seed = 0) {
-  CoreOptions options{{.seed = seed}};
-  options.cache.budgetBytes = budget;
-  return options;
-}
-
 Bytes with(Bytes whole, const Bytes& part) {
   std::copy(part.begin(), part.end(), whole.begin() + kBegin);
   return whole;
@@ -51,7 +45,7 @@ struct Result {
 
 TEST(ChangeThere, NothingMovesAndReadersSeeTheirVersion) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
-    Result result(withBudget(5000, seed));
+    Result result(budgetAndSeed(5000, seed));
     const Stream reader = result.rig.sim.createStream(0);
     const Stream changer = result.rig.sim.createStream(0);
     std::vector<std::pair<std::shared_ptr<Bytes>, Bytes>> seen;
@@ -76,7 +70,7 @@ TEST(ChangeThere, NothingMovesAndReadersSeeTheirVersion) {
 
 TEST(ChangeThere, WhatIsAtHomeTooIsNewerOnTheDeviceThen) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
-    Result result(withBudget(5000, seed));
+    Result result(budgetAndSeed(5000, seed));
     const auto home = result.rig.cache.lease(*result.block, Access::Read).data(); // on its way there, maybe, when this ends
     ASSERT_NE(home, nullptr);
     ASSERT_TRUE(result.change(2, result.stream));
@@ -94,7 +88,7 @@ TEST(ChangeThere, WhatIsAtHomeTooIsNewerOnTheDeviceThen) {
 }
 
 TEST(ChangeThere, APartOfIt) {
-  Result result(withBudget(5000));
+  Result result(budgetAndSeed(5000));
   result.rig.cache.emptyCache(0);
   const Pin part = result.rig.cache.fetch(*result.block, {0, 512}, result.stream);
   EXPECT_FALSE(result.change(2, result.stream)) << "is all that the cache has";
@@ -102,7 +96,7 @@ TEST(ChangeThere, APartOfIt) {
 }
 
 TEST(ChangeThere, WhatSomebodyElseUsesIsLeftToTheCaller) {
-  Result result(withBudget(5000));
+  Result result(budgetAndSeed(5000));
   const std::uint64_t version = result.block->version;
   {
     const Pin pin = result.rig.cache.fetch(*result.block, {0, kBytes}, result.stream);
@@ -123,7 +117,7 @@ TEST(ChangeThere, WhatSomebodyElseUsesIsLeftToTheCaller) {
 
 TEST(ChangeThere, WhatFindsNoRoomThereGoesHome) {
   for (const std::size_t budget : {0U, 500U}) {
-    Result result(withBudget(budget));
+    Result result(budgetAndSeed(budget));
     EXPECT_EQ(result.rig.cache.transferStats(0).bytesToHost, kBytes);
     result.rig.cache.fetch(*result.block, {0, kBytes}, result.stream);
     ASSERT_TRUE(result.change(2, result.stream));
@@ -134,7 +128,7 @@ TEST(ChangeThere, WhatFindsNoRoomThereGoesHome) {
 }
 
 TEST(ChangeThere, WorkThatFailsLeavesWhatItHasMade) {
-  Result result(withBudget(5000));
+  Result result(budgetAndSeed(5000));
   const Bytes part = pattern(2, kPart);
   const auto fail = [&](void* data, void* /*owner*/) -> bool {
     result.rig.writeOnDevice(result.stream, static_cast<std::byte*>(data) + kBegin, part);
@@ -149,7 +143,7 @@ TEST(ChangeThere, WorkThatFailsLeavesWhatItHasMade) {
 TEST(ChangeThere, EveryCallOfTheLinkMayFail) {
   int failed = 0;
   for (std::uint64_t fault = 1; fault < 40; ++fault) {
-    Result result(withBudget(fault % 2 == 0 ? 5000 : 500));
+    Result result(budgetAndSeed(fault % 2 == 0 ? 5000 : 500));
     result.rig.cache.fetch(*result.block, {0, kBytes}, result.rig.sim.createStream(0));
     result.rig.link.fail(fault);
     bool done = false;

@@ -52,6 +52,12 @@ struct CoreOptions {
   ArenaOptions arena = smallRegions();
 };
 
+inline CoreOptions budgetAndSeed(std::size_t budget, std::uint64_t seed = 0) {
+  CoreOptions options{{.seed = seed}};
+  options.cache.budgetBytes = budget;
+  return options;
+}
+
 template <class OuterLink = FaultLink>
 struct BasicRig {
   explicit BasicRig(CoreOptions options = {})

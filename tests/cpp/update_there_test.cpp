@@ -11,12 +11,6 @@ using namespace core_test;
 constexpr std::uint64_t kSeeds = 20;
 constexpr std::size_t kBytes = 1000;
 
-CoreOptions withBudget(std::size_t budget, std::uint64_t seed = 0) {
-  CoreOptions options{{.seed = seed}};
-  options.cache.budgetBytes = budget;
-  return options;
-}
-
 Bytes sum(Bytes one, const Bytes& other) {
   for (std::size_t k = 0; k < one.size(); ++k) one[k] = static_cast<unsigned char>(one[k] + other[k]);
   return one;
@@ -83,7 +77,7 @@ struct Trained {
 
 TEST(UpdateThere, StepsGoHomeAndNothingComesBack) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
-    Trained trained(withBudget(20'000, seed));
+    Trained trained(budgetAndSeed(20'000, seed));
     for (std::uint64_t step = 0; step < 6; ++step) {
       trained.makeGradient(step);
       const auto down = trained.rig.cache.transferStats(0).bytesToDevice;
@@ -101,7 +95,7 @@ TEST(UpdateThere, StepsGoHomeAndNothingComesBack) {
 
 TEST(UpdateThere, WhatIsNotThereAndFindsNoRoomIsLeftToTheHost) {
   for (const std::size_t budget : {0U, 2'999U}) {
-    Trained trained(withBudget(budget));
+    Trained trained(budgetAndSeed(budget));
     trained.makeGradient(1);
     const auto before = trained.rig.cache.stats(0).fetches;
     EXPECT_FALSE(trained.step());
@@ -111,7 +105,7 @@ TEST(UpdateThere, WhatIsNotThereAndFindsNoRoomIsLeftToTheHost) {
 }
 
 TEST(UpdateThere, WhatSomebodyElseUsesIsLeftToTheHost) {
-  Trained trained(withBudget(20'000));
+  Trained trained(budgetAndSeed(20'000));
   trained.makeGradient(1);
   {
     const Pin pin = trained.rig.cache.fetch(*trained.weight, {0, kBytes}, trained.stream);
@@ -126,7 +120,7 @@ TEST(UpdateThere, WhatSomebodyElseUsesIsLeftToTheHost) {
 }
 
 TEST(UpdateThere, WhatTheHostWroteIsFetchedAnew) {
-  Trained trained(withBudget(20'000));
+  Trained trained(budgetAndSeed(20'000));
   trained.makeGradient(1);
   EXPECT_TRUE(trained.step());
   trained.truth = pattern(5, kBytes);
@@ -136,7 +130,7 @@ TEST(UpdateThere, WhatTheHostWroteIsFetchedAnew) {
 }
 
 TEST(UpdateThere, WorkThatFindsNoMemoryChangesNothing) {
-  Trained trained(withBudget(20'000));
+  Trained trained(budgetAndSeed(20'000));
   trained.makeGradient(1);
   EXPECT_TRUE(trained.step());
   const auto version = trained.weight->version;
@@ -149,7 +143,7 @@ TEST(UpdateThere, WorkThatFindsNoMemoryChangesNothing) {
 }
 
 TEST(UpdateThere, WorkThatFailsIsToldAndWhatItWroteIsNotLost) {
-  Trained trained(withBudget(20'000));
+  Trained trained(budgetAndSeed(20'000));
   trained.makeGradient(1);
   const auto fail = [&](const std::vector<void*>& at) {
     trained.rig.writeOnDevice(trained.stream, at[0], Bytes(kBytes, 3));
@@ -162,7 +156,7 @@ TEST(UpdateThere, WorkThatFailsIsToldAndWhatItWroteIsNotLost) {
 
 TEST(UpdateThere, WritesWaitForReadersOnOtherStreams) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
-    Trained trained(withBudget(20'000, seed));
+    Trained trained(budgetAndSeed(20'000, seed));
     const Stream other = trained.rig.sim.createStream(0);
     for (std::uint64_t step = 0; step < 4; ++step) {
       trained.makeGradient(step);
@@ -177,7 +171,7 @@ TEST(UpdateThere, WritesWaitForReadersOnOtherStreams) {
 }
 
 TEST(UpdateThere, AJobOfTheHostComesFirst) {
-  CoreOptions options = withBudget(20'000);
+  CoreOptions options = budgetAndSeed(20'000);
   options.cache.hostJobs = HostJobs::When::Wanted;
   Trained trained(options);
   trained.makeGradient(1);
@@ -192,7 +186,7 @@ TEST(UpdateThere, AJobOfTheHostComesFirst) {
 }
 
 TEST(UpdateThere, WhatThePytorchAllocatorTakesBackIsNotLost) {
-  Trained trained(withBudget(20'000));
+  Trained trained(budgetAndSeed(20'000));
   for (std::uint64_t step = 0; step < 4; ++step) {
     trained.makeGradient(step);
     EXPECT_TRUE(trained.step());
@@ -204,7 +198,7 @@ TEST(UpdateThere, WhatThePytorchAllocatorTakesBackIsNotLost) {
 
 // Its maker, or a tensor that shares it, may have kept it.
 TEST(UpdateThere, MemoryOfSomebodyElseIsNotChanged) {
-  Rig rig(withBudget(20'000));
+  Rig rig(budgetAndSeed(20'000));
   const Stream stream = rig.sim.createStream(0);
   const auto block = rig.newBlock(kBytes, Born::Device);
   rig.cache.adopt(*block, rig.newResult(stream, Bytes(kBytes, 5)), stream);
@@ -213,7 +207,7 @@ TEST(UpdateThere, MemoryOfSomebodyElseIsNotChanged) {
 }
 
 TEST(UpdateThere, WhatIsRefusedMovesNothing) {
-  Trained trained(withBudget(20'000));
+  Trained trained(budgetAndSeed(20'000));
   trained.makeGradient(1);
   const Pin pin = trained.rig.cache.fetch(*trained.weight, {0, kBytes}, trained.stream);
   const auto down = trained.rig.cache.transferStats(0).bytesToDevice;
@@ -224,7 +218,7 @@ TEST(UpdateThere, WhatIsRefusedMovesNothing) {
 // What a function of the user's has written on one stream is there for a step on another one.
 TEST(UpdateThere, WhatWasBroughtHomeElsewhereComesFirst) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
-    Rig rig(withBudget(20'000, seed));
+    Rig rig(budgetAndSeed(20'000, seed));
     const Stream one = rig.sim.createStream(0);
     const Stream other = rig.sim.createStream(0);
     const auto gradient = rig.newBlock(pattern(1, kBytes));
@@ -247,7 +241,7 @@ TEST(UpdateThere, WhatWasBroughtHomeElsewhereComesFirst) {
 
 // It goes home before the next one does, and what it had of the budget is its own again.
 TEST(UpdateThere, AWeightKeepsItsPlace) {
-  Rig rig(withBudget(3'000));
+  Rig rig(budgetAndSeed(3'000));
   const Stream stream = rig.sim.createStream(0);
   std::vector<Rig::BlockPtr> weights;
   for (std::uint64_t k = 0; k < 3; ++k) {
@@ -264,7 +258,7 @@ TEST(UpdateThere, AWeightKeepsItsPlace) {
 }
 
 TEST(UpdateThere, AGradientThatTheHostReadsStillGoesHomeAtOnce) {
-  Trained trained(withBudget(20'000));
+  Trained trained(budgetAndSeed(20'000));
   for (std::uint64_t step = 0; step < 4; ++step) {
     trained.makeGradient(step);
     EXPECT_EQ(trained.rig.cache.stats(0).dirtyBytes, 0U);
@@ -275,7 +269,7 @@ TEST(UpdateThere, AGradientThatTheHostReadsStillGoesHomeAtOnce) {
 }
 
 TEST(UpdateThere, WithoutMemoryItIsNotTriedAgainBeforeThereIsAnotherPlan) {
-  Trained trained(withBudget(20'000));
+  Trained trained(budgetAndSeed(20'000));
   trained.makeGradient(1);
   int asked = 0;
   const auto work = [&](const std::vector<void*>& at) {
@@ -296,7 +290,7 @@ TEST(UpdateThere, WithoutMemoryItIsNotTriedAgainBeforeThereIsAnotherPlan) {
 
 TEST(UpdateThere, PassesThatRepeatMakeNoOtherPlanWhateverTheBudget) {
   for (const std::size_t budget : {std::size_t{20'000}, SIZE_MAX}) {
-    Trained trained(withBudget(budget));
+    Trained trained(budgetAndSeed(budget));
     const auto other = trained.rig.newBlock(pattern(2, kBytes));
     const auto pass = [&] {
       trained.rig.cache.fetch(*trained.weight, {0, kBytes}, trained.stream);
@@ -319,7 +313,7 @@ TEST(UpdateThere, PassesThatRepeatMakeNoOtherPlanWhateverTheBudget) {
 }
 
 TEST(UpdateThere, WhatItUsesIsNotTakenBackMeanwhile) {
-  Trained trained(withBudget(20'000));
+  Trained trained(budgetAndSeed(20'000));
   trained.makeGradient(1);
   const bool done = trained.rig.cache.updateThere(trained.claims(), trained.stream, [&](const std::vector<void*>& at) {
     EXPECT_EQ(trained.rig.cache.relieve(0, 0, 1 << 20, 1 << 20), 0U);
@@ -335,7 +329,7 @@ TEST(UpdateThere, WhatItUsesIsNotTakenBackMeanwhile) {
 
 TEST(UpdateThere, EveryCallOfTheLinkMayFail) {
   for (std::uint64_t fault = 1; fault < 200; ++fault) {
-    Trained trained(withBudget(20'000));
+    Trained trained(budgetAndSeed(20'000));
     trained.makeGradient(1);
     EXPECT_TRUE(trained.step());
     trained.makeGradient(2);
