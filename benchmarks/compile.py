@@ -8,7 +8,7 @@ median step later, and the kernels that inductor generated; of the compiled mode
     ideal = max(compiled resident, bytes / link)
 
 where the bytes of a backward are counted as in training.py, and whether the outcome has the bits of the compiled resident
-model: the output, or all gradients, in a compilation of its own under deterministic algorithms, since a resident step's
+model: the output, or all gradients, these in a compilation of their own under deterministic algorithms, since a resident step's
 gradients differ from run to run without. Nothing stays on the GPU from one step to the next.
 """
 
@@ -45,7 +45,7 @@ from harness import (
 
 import torch_offload
 
-COMPILATIONS = 5
+COMPILATIONS = 3
 # Of the ideal, and of the resident model's time; the exit status is 1 where one is missed (not with --tiny).
 COMPUTE_BOUND, LINK_BOUND = 0.97, 0.98
 MOST_COMPILATION = 1.1
@@ -92,27 +92,30 @@ def compiled(model: nn.Module, make_step: Callable, x: Tensor) -> tuple[Callable
     return step, output, time.perf_counter() - begin, metrics.generated_kernel_count
 
 
-def outcome(model: nn.Module, make_step: Callable, x: Tensor) -> list[Tensor]:
-    """All gradients of a compiled training step, or the output of a forward, under deterministic algorithms."""
+def deterministic_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """All gradients of a compiled training step under deterministic algorithms, in a compilation of its own."""
     torch.compiler.reset()
     model.zero_grad(set_to_none=True)
     with deterministic(x.is_cuda):
-        output = compiled(model, make_step, x)[1]
-    trained = any(parameter.grad is not None for parameter in model.parameters())
-    return [value.cpu() for value in (gradients(model) if trained else [output])]
+        compiled(model, training_step, x)
+    return [value.cpu() for value in gradients(model)]
 
 
 def compare(work: str, blocks: nn.Sequential, make_step: Callable, x: Tensor, limit: float, rounds: int) -> list[dict]:
     models = {"resident": blocks, "offload": copied_to(blocks, "offload")}
     clear = {name: lambda model=model: model.zero_grad(set_to_none=True) for name, model in models.items()}
-    outcomes = {name: outcome(model, make_step, x) for name, model in models.items()}
+    outcomes: dict[str, list[Tensor]] = {}
+    if make_step is training_step:
+        outcomes = {name: deterministic_gradients(model, x) for name, model in models.items()}
     taken: dict[str, list[float]] = {name: [] for name in models}
     steps, records = {}, {}
     for turn in range(min(rounds, COMPILATIONS)):
         for name, model in reversed(models.items()) if turn % 2 else models.items():
             torch.compiler.reset()  # or the second would be a recompilation of the first one's code
             clear[name]()
-            steps[name], _, seconds, kernels = compiled(model, make_step, x)
+            steps[name], output, seconds, kernels = compiled(model, make_step, x)
+            if make_step is forward_step:
+                outcomes[name] = [output.cpu()]
             taken[name].append(seconds)
             records[name] = {
                 "work": work,

@@ -231,6 +231,11 @@ def register() -> None:
     Raises:
         AttributeError: this torch's inductor has no such function to override, or another one.
     """
+    _original(
+        FallbackKernel,
+        "__init__",
+        *["self", "layout", "kernel", "tensor_args", "nontensor_args", "unflatten_args", "kwargs", "unbacked_bindings"],
+    )
     _override()
     _lower()
     register_backend_for_device(
