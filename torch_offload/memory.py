@@ -56,7 +56,8 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
         ``cache.*``: fetches, hits and evictions, lookups of a table's rows that the GPU read where they are, on the host
         (``reads_in_place``), copies made ahead of a fetch, or for a step there (``prefetches``), and those of them that nobody
         asked for (``prefetches_wasted``), and parameters that were stepped there (``updates``). ``link.*``: bytes and copies in
-        each direction; ``bytes_read_in_place`` are in none of the others. ``host_jobs.*``: steps of optimizers, by parameters,
+        each direction; ``bytes_read_in_place`` are in none of the others; how often streams of the GPU stood still for copies
+        (``stalls``) and for how long (``stall_seconds``). ``host_jobs.*``: steps of optimizers, by parameters,
         and other large updates that were to be done on the host while the program goes on (``submitted``), and those not done
         yet (``pending``), which hold the memory of their tensors. ``host_waits.*``: how often threads waited for copies, files
         and such work, and for how many seconds. ``host_fallbacks``: how often an operation on offload tensors alone had no CUDA

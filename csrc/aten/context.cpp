@@ -138,6 +138,7 @@ Context::Context(const Settings& settings) {
     options.devices = settings.simDevices;
     options.deviceBytes = deviceBytes_ = std::size_t{8} << 30;
     options.foreignDeviceMemory = true;
+    options.tellsTime = true;
     options.wantsRegistration = settings.pinnedLimit != SIZE_MAX; // so that a limit has something to limit
     backend_ = Backend::Sim;
     link_ = std::make_unique<SimLink>(options);

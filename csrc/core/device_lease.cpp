@@ -62,9 +62,8 @@ DeviceLease Residency::leaseToDevice(Block& block, Extent extent, Stream stream,
     if (++stats.readsInPlace % kLookedForEvery == 0) dev.lookDue = true;
     stats.bytesReadInPlace += reads;
   }
-  for (const Token& token : after) {
-    if (!token.isOn(stream) && !token.done()) token.orderBefore(stream);
-  }
+  std::erase_if(after, [](const Token& token) { return token.done(); });
+  dev.stalls.orderBefore(after, stream);
   return {*this, block, extent, stream};
 }
 

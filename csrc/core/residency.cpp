@@ -82,7 +82,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     Pin pinned(*this, std::move(slot), data, stream);
     observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose, block.derivedFrom});
     // Once it is known to be done, neither call reaches the driver.
-    if (!ready.isOn(stream) && !ready.done()) ready.orderBefore(stream);
+    if (!ready.isOn(stream) && !ready.done()) dev.stalls.orderBefore(ready, stream);
     prefetchMore(dev, std::move(next));
     return pinned;
   }
@@ -94,7 +94,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   const Token ready = pinned.slot_->ready; // which whoever else finds it may change
   lock.unlock();
   release(retired);
-  ready.orderBefore(stream);
+  dev.stalls.orderBefore(ready, stream);
   prefetchMore(dev, std::move(next));
   if (tooLarge) warnOfRing(pinned.slot_->buffer.bytes);
   return pinned;
@@ -472,6 +472,10 @@ void Residency::resetEver(int index) {
 
 void Residency::trimRings() {
   for (auto& dev : devices_) dev->transfer.trimRings();
+}
+
+StallStats Residency::stallStats(int index) {
+  return device(index).stalls.stats();
 }
 
 TransferStats Residency::transferStats(int index) const {

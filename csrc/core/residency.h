@@ -41,6 +41,7 @@
 #include "core/pin.h"
 #include "core/schedule.h"
 #include "core/slot_queue.h"
+#include "core/stall_meter.h"
 #include "core/transfer.h"
 
 #include <atomic>
@@ -225,6 +226,7 @@ class Residency {
   void resetPeaks(int device);
   void resetEver(int device);
   TransferStats transferStats(int device) const;
+  StallStats stallStats(int device);
   HostJobStats hostJobStats() {
     return jobs_.stats();
   }
@@ -240,9 +242,10 @@ class Residency {
 
   struct Device {
     Device(Link& link, EventPool& events, int device, TransferOptions options)
-        : index(device), transfer(link, events, device, options) {}
+        : index(device), transfer(link, events, device, options), stalls(link, device) {}
     const int index;
     Transfer transfer;
+    StallMeter stalls;
     SlotQueue queue;
     Schedule schedule;
     std::size_t ring = 0; // the bytes that may pass, as of the last fetch that found nothing, or the last pass

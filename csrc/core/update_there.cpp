@@ -33,7 +33,7 @@ bool Residency::updateThere(
   bool room = true;
   std::exception_ptr failure;
   try {
-    for (const Token& token : before) token.orderBefore(stream);
+    dev.stalls.orderBefore(before, stream);
     changed = true;
     work(addresses);
   } catch (const OutOfMemory&) {
@@ -173,7 +173,7 @@ bool Residency::changeThere(Block& block, Stream stream, const std::function<boo
   bool changed = false;
   std::exception_ptr failure;
   try {
-    for (const Token& token : before) token.orderBefore(stream);
+    dev.stalls.orderBefore(before, stream);
     changed = true;
     changed = work(slot->data, slot->buffer.owner.get());
   } catch (...) {

@@ -122,7 +122,7 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   try {
     auto* const host = static_cast<std::byte*>(block.data) + extent.begin;
     const auto span = observe({Activity::Store, producer.device, host, extent.bytes(), block.purpose, block.derivedFrom});
-    dev.transfer.toHost(host, source, extent.bytes(), memoryOf(block), after, home).orderBefore(producer);
+    dev.stalls.orderBefore(dev.transfer.toHost(host, source, extent.bytes(), memoryOf(block), after, home), producer);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -158,7 +158,7 @@ void Residency::beforeChange(const Pin& pin, Stream stream) {
     before.push_back(slot->ready);
     slot->readers.appendTo(before);
   }
-  for (const Token& token : before) token.orderBefore(stream);
+  device(stream.device).stalls.orderBefore(before, stream);
 }
 
 void Residency::bringHome(const Pin& pin, Stream producer) {

@@ -109,6 +109,9 @@ py::dict statistics(int index) {
   result["link.bytes_read_in_place"] = slots.bytesReadInPlace;
   result["link.copies_to_device"] = link.copiesToDevice;
   result["link.copies_to_host"] = link.copiesToHost;
+  const StallStats stalls = cache ? now->residency().stallStats(index) : StallStats{};
+  result["link.stalls"] = stalls.count;
+  result["link.stall_seconds"] = stalls.time.count();
   const HostJobStats jobs = cache ? now->residency().hostJobStats() : HostJobStats{};
   result["host_jobs.submitted"] = jobs.submitted;
   result["host_jobs.pending"] = jobs.pending;

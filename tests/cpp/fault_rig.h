@@ -58,6 +58,7 @@ struct Scenario {
 inline CoreOptions faultOptions(const Scenario& scenario, std::uint64_t seed, Memory memory) {
   CoreOptions options;
   options.sim.seed = seed;
+  options.sim.tellsTime = seed % 4 == 2;
   options.arena.pinnedLimit = memory == Memory::Pageable ? 0 : SIZE_MAX;
   options.cache.chunkBytes = kBytes / 4;
   options.cache.ringBytes = 1024;

@@ -58,6 +58,12 @@ inline void limitPageLocking(CoreOptions& options, Choices& choices, std::uint64
   }
 }
 
+/// Waits are timed.
+inline void giveTimers(CoreOptions& options, Choices& choices, std::uint64_t seed) {
+  SimRandom random(seed * 5 + 2);
+  options.sim.tellsTime = choices.oneIn("tellsTime", 4, random);
+}
+
 inline CoreOptions programOptions(Choices& choices, std::uint64_t seed, Kind kind) {
   CoreOptions options;
   choices.begin("system");

@@ -4,6 +4,7 @@ import ast
 import gc
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -233,10 +234,35 @@ def test_stats():
     assert after["fetches"] - before["fetches"] == (0 if HOST else 2)
     assert after["hits"] - before["hits"] == (0 if HOST else 1)
     assert after["bytes_to_device"] - before["bytes_to_device"] == (0 if HOST else 4096)
+    assert after["stalls"] >= before["stalls"] >= 0
     assert after["host_waits"] >= before["host_waits"]
     assert after["host_wait_seconds"] >= before["host_wait_seconds"]
     assert after["host_fallbacks"] == before["host_fallbacks"]
     assert not any(name.startswith("host.") for name in after)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the GPU stands still")
+def test_stalls():
+    """A stream without work waits for most of the copies that it asks for, and for none of what it has."""
+    weights = [torch.ones(1 << 22, device=OFFLOAD) for _ in range(8)]
+
+    def added_up():
+        torch.cuda.synchronize()
+        before, begin = torch_offload.stats(), time.perf_counter()
+        for weight in weights:
+            total = weight + torch.ones((), device=COMPUTE)
+            torch.cuda.synchronize()
+            assert total[-1].item() == 2
+        after, taken = torch_offload.stats(), time.perf_counter() - begin
+        waited = after["stall_seconds"] - before["stall_seconds"]
+        assert 0 <= waited < taken
+        return after["stalls"] - before["stalls"], waited
+
+    stalls, waited = added_up()
+    assert 1 <= stalls <= len(weights)
+    assert waited > 10e-6 * stalls
+    torch_offload.synchronize()
+    assert added_up() == (0, 0)
 
 
 @pytest.mark.skipif(HOST, reason="nothing travels")

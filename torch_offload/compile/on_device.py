@@ -208,7 +208,6 @@ class OnDevice(CustomGraphModulePass):
         _give(graph)
         _keep_from_writes(graph)
         graph.eliminate_dead_code()
-        graph_module.recompile()
 
     def uuid(self) -> bytes:
         """Of all that decides on what ends up in a cache: this package, some of which is traced, where it computes, and whether

@@ -91,11 +91,7 @@ class CudaLink final : public Link {
   }
 
   Event createEvent(int device) override {
-    RelaxedCapture relaxed;
-    DeviceScope scope(device);
-    cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "create an event", device);
-    return event;
+    return create(device, cudaEventDisableTiming);
   }
 
   void destroyEvent(Event event) noexcept override {
@@ -127,6 +123,23 @@ class CudaLink final : public Link {
   void synchronize(Event event) override {
     RelaxedCapture relaxed;
     check(cudaEventSynchronize(native(event)), "wait for a copy");
+  }
+
+  Event createTimer(int device) override {
+    return create(device, cudaEventDefault);
+  }
+
+  std::optional<double> elapsed(int device, Event from, Event to) override {
+    RelaxedCapture relaxed;
+    DeviceScope scope(device); // or the call would make a context on whatever device is current
+    float milliseconds = 0;
+    const cudaError_t code = cudaEventElapsedTime(&milliseconds, native(from), native(to));
+    if (code == cudaErrorNotReady) {
+      (void)cudaGetLastError();
+      return std::nullopt;
+    }
+    check(code, "read a timer", device);
+    return milliseconds / 1e3;
   }
 
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override {
@@ -248,6 +261,14 @@ class CudaLink final : public Link {
   }
 
  private:
+  static Event create(int device, unsigned flags) {
+    RelaxedCapture relaxed;
+    DeviceScope scope(device);
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, flags), "create an event", device);
+    return event;
+  }
+
   std::unique_ptr<DeviceMemory> memory_;
   int devices_ = 0;
   int driver_ = 0; // the newest CUDA that it runs

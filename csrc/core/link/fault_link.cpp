@@ -88,6 +88,18 @@ void FaultLink::synchronize(Event event) {
   link_.synchronize(event);
 }
 
+Event FaultLink::createTimer(int device) {
+  mayFail("create a timer");
+  Event timer = link_.createTimer(device);
+  if (timer != nullptr) count(&LinkUse::events, 1);
+  return timer;
+}
+
+std::optional<double> FaultLink::elapsed(int device, Event from, Event to) {
+  mayFail("read a timer");
+  return link_.elapsed(device, from, to);
+}
+
 void FaultLink::copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) {
   mayFail("copy to the device");
   link_.copyToDevice(device, host, bytes, stream);

@@ -52,6 +52,8 @@ class FaultLink : public Link {
   void wait(Stream stream, Event event) override;
   bool query(Event event) override;
   void synchronize(Event event) override;
+  Event createTimer(int device) override;
+  std::optional<double> elapsed(int device, Event from, Event to) override;
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override;
   void copyAllToDevice(std::span<const Copy> copies, Stream stream) override;
   void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override;

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -88,6 +89,11 @@ class Link {
   virtual bool query(Event event) = 0;
   /// Blocks the host until `event` has happened. Called through Token::wait() only, which lets go of the GIL.
   virtual void synchronize(Event event) = 0;
+
+  /// An event that tells when it happened, too; null where the link tells no time.
+  virtual Event createTimer(int device) = 0;
+  /// Seconds from one timer of a device, which has been recorded, to another; none while either has not happened.
+  virtual std::optional<double> elapsed(int device, Event from, Event to) = 0;
 
   virtual void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) = 0;
   /// The same from several places of page-locked memory, to places that don't overlap. The whole is in stream order, and nothing orders

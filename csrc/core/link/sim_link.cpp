@@ -64,7 +64,10 @@ void SimLink::record(Event event, Stream stream) {
   const ActionPtr action = races_.act(actor, "record");
   const auto recording = std::make_shared<Recording>(Recording{actor, action->clock, false});
   target.latest = recording;
-  enqueue(lock, {action, [recording] { recording->happened = true; }});
+  enqueue(lock, {action, [this, recording] {
+                   recording->happened = true;
+                   recording->when = schedule_.ran();
+                 }});
 }
 
 void SimLink::wait(Stream stream, Event event) {
@@ -110,6 +113,18 @@ void SimLink::synchronize(Event event) {
     races_.join(hostActor, recording->clock);
   }
   checks_.throwKept();
+}
+
+std::optional<double> SimLink::elapsed(int device, Event from, Event to) {
+  const Lock lock = enter();
+  for (Event event : {from, to}) {
+    const SimEvent& timer = eventOf(event);
+    if (timer.device != device || timer.latest == nullptr) {
+      checks_.refuse("a timer was read that was not recorded on device " + std::to_string(device));
+    }
+    if (!timer.latest->happened) return std::nullopt;
+  }
+  return static_cast<double>(eventOf(to).latest->when - eventOf(from).latest->when) / 1e6;
 }
 
 void SimLink::copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) {

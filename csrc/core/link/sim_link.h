@@ -38,6 +38,7 @@ struct SimOptions {
   bool wantsRegistration = false; ///< Plays a system on which host memory is to be page-locked,
   std::size_t registrationLimit = SIZE_MAX; ///< and which refuses past so many bytes.
   std::size_t maxPending = 1024; ///< Operations that may wait; then enqueueing runs some.
+  bool tellsTime = false; ///< Has timers, by which each operation takes a microsecond.
 };
 
 class SimLink final : public Link {
@@ -64,6 +65,10 @@ class SimLink final : public Link {
   void wait(Stream stream, Event event) override;
   bool query(Event event) override;
   void synchronize(Event event) override;
+  Event createTimer(int device) override {
+    return options_.tellsTime ? createEvent(device) : nullptr;
+  }
+  std::optional<double> elapsed(int device, Event from, Event to) override;
   void copyToDevice(void* device, const void* host, std::size_t bytes, Stream stream) override;
   void copyAllToDevice(std::span<const Copy> copies, Stream stream) override;
   void copyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override;

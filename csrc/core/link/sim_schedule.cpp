@@ -115,6 +115,7 @@ void SimSchedule::runHead(Lock& lock, Queue& queue) {
 }
 
 void SimSchedule::run(Lock& lock, Operation& operation) {
+  ++ran_;
   trace_ = (trace_ ^ (operation.action->sequence + (operation.action->actor << 48))) * 0x100000001b3U;
   if (!operation.effect) {
     return;

@@ -35,6 +35,7 @@ struct Recording {
   Actor stream = hostActor;
   VectorClock clock;
   bool happened = false;
+  std::uint64_t when = 0; // how many operations had run by then
 };
 using RecordingPtr = std::shared_ptr<Recording>;
 
@@ -71,6 +72,10 @@ class SimSchedule {
   std::uint64_t trace() const {
     return trace_;
   }
+  /// How many have begun to run.
+  std::uint64_t ran() const {
+    return ran_;
+  }
 
  private:
   struct Queue {
@@ -88,6 +93,7 @@ class SimSchedule {
   SimBias bias_;
   std::size_t maxPending_;
   std::size_t pending_ = 0;
+  std::uint64_t ran_ = 0;
   std::uint64_t trace_ = 0xcbf29ce484222325U;
   std::deque<Queue> queues_; // by actor; the host's stays empty. A deque, because a busy queue must not move.
   std::condition_variable progress_;
