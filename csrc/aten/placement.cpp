@@ -18,6 +18,16 @@ thread_local int hostScopes = 0;
 constexpr c10::DispatchKeySet kTransformKeys({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize});
 constexpr c10::DispatchKeySet kWrapperKeys = kTransformKeys | c10::DispatchKeySet(c10::DispatchKey::Python);
 
+bool (*wrapperTest)(const at::Tensor&) = nullptr;
+
+// A subclass elsewhere (a jagged tensor, say) is an activation, beside which its author expects tensors of its device. While tracing
+// every tensor is in a wrapper of PyTorch's, which is no matter, and offload tensors may be in one of a user's.
+bool isWrapped(const at::Tensor& tensor) {
+  const bool offload = tensor.device().type() == kOffload;
+  if (!tensor.key_set().has_any(offload ? kWrapperKeys : kTransformKeys)) return false;
+  return !tracing() || (offload && isWrapper(tensor));
+}
+
 } // namespace
 
 bool overlapsItself(const at::Tensor& tensor) {
@@ -61,8 +71,7 @@ void Operands::add(const at::Tensor& tensor, bool written, bool out) {
   const c10::Device device = tensor.device();
   requiresGrad = requiresGrad || tensor.requires_grad();
   const bool plain = !tensor.key_set().has_any(kWrapperKeys);
-  // A subclass elsewhere (a jagged tensor, say) is an activation, beside which its author expects tensors of its device.
-  wrapped = wrapped || tensor.key_set().has_any(device.type() == kOffload ? kWrapperKeys : kTransformKeys);
+  wrapped = wrapped || isWrapped(tensor);
   writesInference = writesInference || (written && tensor.is_inference() && !c10::InferenceMode::is_enabled());
   const bool dims = tensor.dim() > 0 && !out; // an `out=` takes the shape of the result
   foreign = foreign || device.type() != kOffload;
@@ -94,6 +103,14 @@ void Operands::add(const at::Tensor& tensor, bool written, bool out) {
     default:
       return;
   }
+}
+
+bool isWrapper(const at::Tensor& tensor) {
+  return tensor.key_set().has(c10::DispatchKey::Python) && wrapperTest != nullptr && wrapperTest(tensor);
+}
+
+void setWrapperTest(bool (*test)(const at::Tensor&)) {
+  wrapperTest = test;
 }
 
 Placement place(const Operands& operands, Effect effect) {

@@ -54,6 +54,11 @@ struct Operands {
   void add(const at::Tensor& tensor, bool written, bool out);
 };
 
+/// Whether it is of a subclass that holds other tensors; not those with which PyTorch traces.
+bool isWrapper(const at::Tensor& tensor);
+/// Tells one from the other. Called once, while the module loads.
+void setWrapperTest(bool (*test)(const at::Tensor& subclass));
+
 struct Placement {
   c10::Device compute; // a target of fetchTo()
   bool toOffload; // results are offload tensors

@@ -17,13 +17,11 @@
 #include "autograd/nodes.h"
 #include "autograd/operation_watch.h"
 #include "autograd/release_refill.h"
+#include "autograd/written.h"
 #include "compat/quiet_registration.h"
 #include "compat/registration.h"
 
-#include <ATen/EmptyTensor.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
@@ -46,110 +44,6 @@ std::size_t bytesOf(c10::ArrayRef<c10::IValue> arguments) {
     bytes += isSparse(tensor) ? partsOf(tensor).values.nbytes() : tensor.nbytes();
   }
   return bytes;
-}
-
-// An operand that is written to where it isn't at home: the operation gets a copy, and the operand is then copied from.
-struct Written {
-  at::Tensor source;
-  at::Tensor work;
-  ArgumentTraits argument;
-  SparseParts parts; // of work, if that is sparse, as it was given
-};
-
-// One of all elements that lie at the same place, as those of an expanded tensor do.
-at::Tensor unexpanded(at::Tensor tensor, at::IntArrayRef strides) {
-  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (strides[dim] == 0 && tensor.size(dim) > 1) tensor = tensor.narrow(dim, 0, 1);
-  }
-  return tensor;
-}
-
-// What is expanded stays so: whether an operation may write to that is for the operation to say. So does what shares memory.
-at::Tensor workFor(const at::Tensor& value, const at::Tensor& source) {
-  const ModeOfWritten mode(source);
-  if (value.is_sparse()) return value.clone();
-  const at::Tensor one = unexpanded(value, value.strides());
-  if (tracing() || !overlapsItself(one)) return one.is_same(value) ? value.clone() : one.clone().expand(value.sizes());
-  const auto reach = static_cast<std::int64_t>(at::detail::computeStorageNbytes(one.sizes(), one.strides(), 1));
-  return one.as_strided({reach}, {1}).clone().as_strided(value.sizes(), value.strides(), 0);
-}
-
-// Whether it gets a new value as a whole, which the cache takes.
-bool isOverwritten(const OpTraits& traits, const Placement& placement, const at::Tensor& offload) {
-  return traits.fills && placement.toOffload && isCached(placement.compute) && !tracing() && !isSparse(offload) &&
-      offload.is_non_overlapping_and_dense() && coversItsStorage(offload) && !offload.is_conj() && !offload.is_neg();
-}
-
-at::Tensor emptyAs(const at::Tensor& offload, c10::Device device) {
-  const ModeOfWritten mode(offload);
-  if (device.is_cpu()) device = c10::kCPU; // whose index is the cache's alone
-  return at::empty_strided(offload.sizes(), offload.strides(), offload.options().device(device));
-}
-
-// More than bytes, that are given away with them: a tangent, or a level of functorch's.
-bool hasMore(const at::Tensor& tensor) {
-  return tensor.key_set().has(DispatchKey::FuncTorchGradWrapper) || tensor._fw_grad(0).defined();
-}
-
-bool anyHasMore(const OpTraits& traits, Stack& stack) {
-  bool any = false;
-  replaceTensors(traits, stack, [&any](const at::Tensor& tensor, const ArgumentTraits& /*argument*/) {
-    any = any || hasMore(tensor);
-    return at::Tensor();
-  });
-  return any;
-}
-
-void copyBack(const Written& written, c10::Device computed) {
-  // A kernel that bumps versions by itself (list operations) has bumped the copy's. Where the copy's tensor carries a version that
-  // the dispatcher has given it, above autograd, so has the write that follows here.
-  const bool aboveAutograd = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutogradFunctionality);
-  auto* source = written.source.unsafeGetTensorImpl();
-  const bool counts = !written.source.is_inference() && !written.work.is_inference();
-  const bool bumped = counts && written.work._version() > 0;
-  // What the schema hides is no write to autograd either: no history.
-  std::optional<at::AutoDispatchBelowADInplaceOrView> below;
-  if (written.argument.hidden) below.emplace();
-  const bool recorded = recordsGraph() && (written.source.requires_grad() || written.work.requires_grad());
-  const bool sparse = written.parts.values.defined();
-  const auto putAll = [&] { putParts(written.source, written.work, written.parts, computed, purposeOfResult()); };
-  if (sparse && !recorded) {
-    const at::AutoDispatchBelowADInplaceOrView writing;
-    putAll();
-    if (bumped) source->bump_version();
-    return;
-  }
-  // Not only of `out=`: statistics of quantisation get their size when there are channels to count.
-  if (written.source.sizes() != written.work.sizes() && !sparse) {
-    written.source.resize_(written.work.sizes());
-    if (written.work.is_non_overlapping_and_dense()) written.source.as_strided_(written.work.sizes(), written.work.strides());
-  }
-  const bool bytesAlone = !tracing() && !hasMore(written.source) && !hasMore(written.work);
-  const bool replaced = !recorded && bytesAlone && replaceValue(written.source, written.work, computed);
-  const auto write = [&] {
-    if (sparse) {
-      putAll();
-    } else {
-      written.source.copy_(written.work);
-    }
-  };
-  if (!replaced && !rewrite(written.source, written.work, computed, write)) {
-    if (sparse) {
-      written.source.copy_(written.work);
-      return;
-    }
-    const auto strides = written.source.strides();
-    unexpanded(written.source, strides).copy_(unexpanded(written.work, strides));
-  }
-  if (bumped && (replaced || !aboveAutograd || written.argument.hidden)) source->bump_version();
-}
-
-void keepWritten(const Written& written, c10::Device computed) noexcept {
-  try {
-    if (written.argument.hidden || written.work._version() > 0) copyBack(written, computed);
-  } catch (...) {
-    // What ended the operation is what the caller is told.
-  }
 }
 
 // A fetched tensor's storage is but the operand's part. Here all of it travels, and the operand is where it was.
@@ -251,6 +145,22 @@ void runFetched(const c10::OperatorHandle& op, const OpTraits& traits, Placement
   callFetched(op, traits, placement, stack, {});
 }
 
+// What operands inside wrappers are left to is their class, which computes on whatever it finds inside. Autograd takes it that an
+// operand's gradient comes from where the operand is.
+void bringGradientsHome(const OpTraits& traits, const Placement& placement, Stack& stack) {
+  if (placement.toOffload || !recordsGraph()) return;
+  bool subclass = false;
+  replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& /*argument*/) {
+    subclass = subclass || (isOffload(tensor) && isWrapper(tensor));
+    return at::Tensor();
+  });
+  if (!subclass) return;
+  replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& argument) {
+    const bool goes = isOffload(tensor) && tensor.requires_grad() && !argument.written;
+    return goes ? withGradientFrom(tensor, placement.compute) : at::Tensor();
+  });
+}
+
 // Of `_to_copy`: whether it widens values of one byte, which is how packed weights are unpacked. On the device, only what is packed
 // has to travel. Values of float8 that an integer can't have are another one's on each device.
 bool unpacks(const OpTraits& traits, const Stack& stack) {
@@ -333,7 +243,14 @@ class AutogradKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     if (watch().isBehind()) watch().catchUp();
     const Operands operands = traits_->operands(*stack);
-    if (!operands.offload || (operands.wrapped && !tracing())) return below_.callBoxed(op, keys, stack);
+    if (!operands.offload) return below_.callBoxed(op, keys, stack);
+    if (operands.wrapped) {
+      // Of a composite one the parts come by.
+      const bool recorded = operands.foreign && operands.requiresGrad && !traits_->composite && !tracing();
+      if (recorded && traits_->effect != Effect::InPlace)
+        bringGradientsHome(*traits_, place(operands, traits_->effect), *stack);
+      return below_.callBoxed(op, keys, stack);
+    }
     if (convertsElsewhere(*traits_, operands, *stack)) return below_.callBoxed(op, keys, stack);
     // Its parts are intercepted. A write is made whole where its target was born, not in parts here and there.
     const bool late = late_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
@@ -369,7 +286,7 @@ class AutocastKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Operands operands = traits_.operands(*stack);
-    if (!operands.offload || (operands.wrapped && !tracing()) || traits_.effect == Effect::InPlace) {
+    if (!operands.offload || operands.wrapped || traits_.effect == Effect::InPlace) {
       return below_.callBoxed(op, keys, stack);
     }
     runFetched(op, traits_, placeAboveAutograd(operands, placedEffect(traits_, *stack)), *stack);

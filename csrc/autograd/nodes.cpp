@@ -67,11 +67,15 @@ struct BackwardScope {
   const MadeGradient before;
 };
 
+// Tensors without memory of their own: the dispatcher leads to what is inside.
+constexpr c10::DispatchKeySet kWithoutMemory{
+    c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched};
+
 // Of a backward that records a graph the clones are part, and repeated elements can't be filled in there. Of one that is traced
-// the compiler chooses the strides.
+// the compiler chooses the strides, and a batch tells other ones than its memory has.
 bool hasGaps(const at::Tensor& gradient) {
   return !tracing() && !at::GradMode::is_enabled() && !gradient.is_sparse() && gradient.numel() > 0 &&
-      !gradient._is_zerotensor() && !gradient.is_non_overlapping_and_dense();
+      !gradient._is_zerotensor() && !gradient.key_set().has_any(kWithoutMemory) && !gradient.is_non_overlapping_and_dense();
 }
 
 struct FetchBackward final : Node {
@@ -308,6 +312,17 @@ at::Tensor lookUp(const at::Tensor& offload, c10::Device target, std::size_t rea
   return result;
 }
 
+at::Tensor withGradientFrom(const at::Tensor& offload, c10::Device computed) {
+  at::Tensor same = offload.detach();
+  auto node = nodeFor<FetchBackward>(offload);
+  node->home = offload.device();
+  node->target = computed;
+  const auto options = offload.options().device(computed.is_cpu() ? c10::Device(c10::kCPU) : computed);
+  const auto input = node->add_input_metadata(at::empty({}, options).expand_symint(offload.sym_sizes()));
+  torch::autograd::impl::set_gradient_edge(same, {std::move(node), input});
+  return same;
+}
+
 void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Device target) {
   if (!needsNode(offload)) return;
   auto node = nodeFor<FetchBackward>(offload);
@@ -322,10 +337,7 @@ void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Devi
 }
 
 at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device computed) {
-  // Tensors without memory of their own: the dispatcher leads to what is inside.
-  constexpr c10::DispatchKeySet wrappers{
-      c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched};
-  if (tracing() || result.key_set().has_any(wrappers)) return callStash(result, home);
+  if (tracing() || result.key_set().has_any(kWithoutMemory)) return callStash(result, home);
   at::Tensor stashed;
   {
     at::AutoDispatchBelowADInplaceOrView below;

@@ -23,6 +23,9 @@ at::Tensor lookUp(const at::Tensor& offload, c10::Device target, std::size_t rea
 /// differentiable as a fetch is.
 void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Device target);
 
+/// An offload tensor that requires a gradient, as it is, for an operation that computes elsewhere and gives it one from there.
+at::Tensor withGradientFrom(const at::Tensor& offload, c10::Device computed);
+
 /// A result of an operation of ours as an offload tensor, differentiable; nobody else writes to its memory. `computed` is the
 /// target of fetchTo() that it was made on: its gradient goes back there.
 at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device computed);

@@ -160,6 +160,12 @@ PYBIND11_MODULE(_C, m) {
     wait();
   });
 
+  setWrapperTest([](const at::Tensor& subclass) {
+    const py::gil_scoped_acquire gil;
+    const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(subclass));
+    return py::hasattr(py::type::of(object), "__tensor_flatten__");
+  });
+
   m.def("unsupported_torch", [](const std::string& version) { return compat::unsupportedTorch(version); });
   // All that can refuse comes before anything that changes the process. A test gives names that no library calls.
   const compat::AcceleratorSymbols symbols;

@@ -129,6 +129,37 @@ def test_autograd_functional():
     same(run)
 
 
+OF_WEIGHTS = {
+    "sum": lambda w, x: (w * x).tanh().sum(0),
+    "mean": lambda w, x: (w @ x).square().mean(1),
+    "expanded": lambda w, x: (w.expand(2, 3, 3) * x).cumsum(0),
+    "stacked": lambda w, x: torch.column_stack([w, w.sum(1)]) * x.sum(),
+}
+
+
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+@pytest.mark.parametrize("function", OF_WEIGHTS)
+def test_gradients_in_batches(function, feed):
+    """Of an offload weight, with many values for the result's gradient at once, some of which are expanded."""
+
+    def run(device):
+        weight, x = at(device, 3, 3), at(device if feed == "offload" else COMPUTE, 3, 3, seed=1)
+
+        def of(w):
+            return OF_WEIGHTS[function](w, x)
+
+        leaf = weight.clone().requires_grad_()
+        y = of(leaf)
+        gradients = torch.eye(y.numel(), device=y.device).view(-1, *y.shape)
+        (batch,) = torch.autograd.grad(y, leaf, gradients, is_grads_batched=True)
+        assert batch.device == leaf.device
+        functional = torch.autograd.functional
+        squared = functional.hessian(lambda w: of(w).square().sum(), weight, vectorize=True)
+        return batch, functional.jacobian(of, weight, vectorize=True), squared
+
+    same(run)
+
+
 def test_the_process_stays_usable():
     """Whatever functorch refused above, the next ordinary step is right."""
     with pytest.raises(RuntimeError):

@@ -336,14 +336,60 @@ def test_parts_are_parameters(kind):
     assert torch_offload.memory_stats()["host.parameter_count.current"] - before == len(opened(net))
 
 
-def test_a_trained_wrapper_is_left_to_its_class():
-    net = base("dispatch", 1)
-    net[0][0].weight.requires_grad_(True)
-    net.to(OFFLOAD)
-    x = data(3, WIDTH)
-    with deterministic():
-        expected = copy.deepcopy(net).to(COMPUTE)(x)
-        assert_same(net(x), expected)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+def test_a_trained_wrapper_is_left_to_its_class(feed, biased):
+    """Its gradient, and that of the bias beside it, come home."""
+
+    def run(device):
+        net = base("dispatch", 2).requires_grad_(True)
+        if not biased:
+            for layer in net:
+                layer[0].bias = None
+        net.to(device)
+        for k in range(2):
+            x = at(device if feed == "offload" else COMPUTE, 3, WIDTH, seed=k).requires_grad_()
+            y = net(x)
+            y.square().sum().backward()
+        gradients = [parameter.grad for parameter in net.parameters()]
+        assert all(gradient.device.type == device.type for gradient in gradients)
+        return y, x.grad, gradients
+
+    same(run)
+
+
+class Rounded(Pair):
+    """State of an optimizer, as torchao's: a step reads it, and copies a plain tensor to it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if func is aten.lerp.Scalar:
+            return func(*[value.opened() if isinstance(value, Pair) else value for value in args])
+        if func is aten.copy_.default and not isinstance(args[1], Pair):
+            args = (args[0], cls.of(args[1]))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_step_over_a_wrapper(backend):
+    """Which no module holds, as the state of an optimizer."""
+
+    def step(weight, state, gradient):
+        moved = state.lerp(gradient, 0.25)
+        state.copy_(moved)
+        weight.sub_(moved, alpha=0.5)
+
+    def run(device):
+        weight, state = at(device, 4, 8), Rounded.of(at(device, 4, 8, seed=1))
+        torch.compiler.reset()
+        compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+        for k in range(3):
+            compiled(weight, state, at(device, 4, 8, seed=2 + k))
+        assert {weight.device.type, state.q.device.type, state.scale.device.type} == {device.type}
+        return weight, state.q, state.scale
+
+    same(run)
 
 
 class Product(torch.autograd.Function):
