@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
 from helpers import COMPUTE, OFFLOAD, at, data, says
+from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from torch_offload.compile.on_device import OnDevice
 
@@ -123,6 +126,81 @@ def test_memory_that_is_freed(backend):
     torch.testing.assert_close(torch.compile(function, backend=backend, fullgraph=True)(x).cpu(), expected)
     assert x.untyped_storage().nbytes() == 0
     assert x.shape == (3, 4)
+
+
+WRITES = {
+    "whole": lambda b: b.mul_(0.5),
+    "view": lambda b: b.t().mul_(2),
+    "part": lambda b: b[1:].mul_(2),
+    "list": lambda b: torch._foreach_mul_([b], 3),
+    "product": lambda b: b.copy_(b @ b / 4),
+    "twice": lambda b: b.add_(1).mul_(b.amax()),
+}
+
+
+def autocast(x, b):
+    with torch.autocast(x.device.type if x.device.type == "cuda" else "cpu", torch.bfloat16):
+        return F.linear(x, b).float()
+
+
+READS = {
+    "linear": F.linear,
+    "product": lambda x, b: (x @ b).tanh(),
+    "elements": lambda x, b: (x * b[:4]).sin(),
+    "checkpoint": lambda x, b: checkpoint(F.linear, x, b, use_reentrant=False),
+    "autocast": autocast,
+}
+
+
+class Updating(nn.Module):
+    """Writes to a buffer, or to a parameter as if it were one, and then computes with it."""
+
+    def __init__(self, write, read, kind):
+        super().__init__()
+        value = at("cpu", 8, 8, seed=3)
+        if kind == "buffer":
+            self.register_buffer("b", value)
+        else:
+            self.b = nn.Parameter(value, requires_grad=kind == "trained")
+        self.write, self.read, self.w = write, read, nn.Parameter(at("cpu", 8, 8, seed=4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.b)
+        return F.linear(self.read(x, self.b), self.w)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "frozen", "trained"])
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("write", WRITES)
+def test_gradients_behind_a_write(write, read, feed, kind):
+    """A backward has the values that the forward read, and not those that the write would make of them once more."""
+    check_gradients(write, read, feed, kind, "aot_eager")
+
+
+@pytest.mark.parametrize("kind", ["buffer", "trained"])
+@pytest.mark.parametrize("write", ["whole", "view"])
+@pytest.mark.parametrize("read", ["linear", "elements"])
+def test_gradients_behind_a_write_in_generated_code(write, read, kind):
+    check_gradients(write, read, "plain", kind, "inductor")
+
+
+def check_gradients(write, read, feed, kind, backend):
+    def run(compiles):
+        torch.compiler.reset()
+        model = Updating(WRITES[write], READS[read], kind).to(OFFLOAD)
+        step = compiled(model, backend) if compiles else model
+        results = []
+        for k in range(2):
+            x = at(OFFLOAD if feed == "offload" else COMPUTE, 4, 8, seed=k).requires_grad_()
+            y = step(x)
+            y.square().sum().backward()
+            results += [y, x.grad]
+        return *results, *(p.grad for p in model.parameters() if p.requires_grad), model.b
+
+    for one, other in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu())
 
 
 def test_a_write_that_is_no_new_value_is_refused():

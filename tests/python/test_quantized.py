@@ -4,12 +4,11 @@ Plain packed parameters that their module unpacks, wrappers (tensor subclasses) 
 tensors, which offload refuses. `test_torchao.py` has torchao's wrappers.
 """
 
-import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CACHED, COMPUTE, CPU, OFFLOAD, assert_same, at, data, deterministic, same
+from helpers import CACHED, COMPUTE, CPU, OFFLOAD, assert_same, at, data, same
 from quantized_models import (
     GROUP,
     MODES,

@@ -3,7 +3,8 @@
 A compiled graph saves what its backward needs. Of a weight that is the weight, on offload, and not what was fetched: all of
 them together would fill the GPU memory that offload is there to spare. PyTorch's partitioners have a mark for values that are
 computed again, and every fetch gets it, and what is a view or a cast of it, as autocast makes one of every weight; except of an
-input that the graph itself writes to, which has another value by then: that is kept as it was.
+input that the graph itself writes to, which has another value by then: that is kept as it was, and so is what the graph has
+made of it on offload.
 """
 
 import functools
@@ -33,6 +34,25 @@ def _compute_again(graph: Any, fetches: list[Any]) -> None:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
+def _keep(graph: Any, written: set[int]) -> None:
+    """Marks what follows from inputs that the graph writes to: computed again it would be another value.
+
+    That goes as far as what a fetch gives, which is made of something that is kept, or is kept.
+    """
+    from torch_offload.compile import graphs
+
+    follows = {node for node in graph.nodes if node.op == "placeholder" and graphs.storages(node) & written}
+    for node in graph.nodes:
+        if node.op == "output" or follows.isdisjoint(node.all_input_nodes):
+            continue
+        fetched = node.target is graphs.FETCH
+        in_memory_of_inputs = bool(graphs.storages(node.args[0] if fetched else node) & written)
+        if not fetched:
+            follows.add(node)
+        if fetched == in_memory_of_inputs:
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
 def _prepare(graph: Any) -> None:
     from torch_offload.compile import graphs  # the operations that it names are registered by now
 
@@ -41,7 +61,8 @@ def _prepare(graph: Any) -> None:
     if not fetches:
         return
     written = graphs.keep_what_is_overwritten(graph)
-    _compute_again(graph, [node for node in fetches if not written & graphs.storages(node.args[0])])
+    _keep(graph, written)
+    _compute_again(graph, [node for node in fetches if "recompute" not in node.meta])
     graphs.return_copies(graph)
 
 
