@@ -15,10 +15,12 @@ namespace {
 
 using c10::DispatchKey;
 
-// One of all elements that lie at the same place, as those of an expanded tensor do.
-at::Tensor unexpanded(at::Tensor tensor, at::IntArrayRef strides) {
+// One of all elements that lie at the same place, as those of an expanded tensor do. A size that a graph leaves open is more than 1.
+at::Tensor unexpanded(at::Tensor tensor, c10::SymIntArrayRef strides) {
   for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (strides[dim] == 0 && tensor.size(dim) > 1) tensor = tensor.narrow(dim, 0, 1);
+    if (strides[dim].maybe_as_int() == 0 && tensor.sym_size(dim).maybe_as_int().value_or(2) > 1) {
+      tensor = tensor.narrow(dim, 0, 1);
+    }
   }
   return tensor;
 }
@@ -33,8 +35,10 @@ bool hasMore(const at::Tensor& tensor) {
 at::Tensor workFor(const at::Tensor& value, const at::Tensor& source) {
   const ModeOfWritten mode(source);
   if (value.is_sparse()) return value.clone();
-  const at::Tensor one = unexpanded(value, value.strides());
-  if (tracing() || !overlapsItself(one)) return one.is_same(value) ? value.clone() : one.clone().expand(value.sizes());
+  const at::Tensor one = unexpanded(value, value.sym_strides());
+  if (tracing() || !overlapsItself(one)) {
+    return one.is_same(value) ? value.clone() : one.clone().expand_symint(value.sym_sizes());
+  }
   const auto reach = static_cast<std::int64_t>(at::detail::computeStorageNbytes(one.sizes(), one.strides(), 1));
   return one.as_strided({reach}, {1}).clone().as_strided(value.sizes(), value.strides(), 0);
 }
@@ -79,7 +83,9 @@ void copyBack(const Written& written, c10::Device computed) {
     return;
   }
   // Not only of `out=`: statistics of quantisation get their size when there are channels to count.
-  if (written.source.sizes() != written.work.sizes() && !sparse) {
+  if (written.source.sym_sizes() != written.work.sym_sizes() && !sparse) {
+    std::optional<at::AutoDispatchBelowADInplaceOrView> resizing; // which autograd refuses of a leaf
+    if (!recorded && !tracing()) resizing.emplace();
     written.source.resize_(written.work.sizes());
     if (written.work.is_non_overlapping_and_dense()) written.source.as_strided_(written.work.sizes(), written.work.strides());
   }
@@ -97,7 +103,7 @@ void copyBack(const Written& written, c10::Device computed) {
       written.source.copy_(written.work);
       return;
     }
-    const auto strides = written.source.strides();
+    const auto strides = written.source.sym_strides();
     unexpanded(written.source, strides).copy_(unexpanded(written.work, strides));
   }
   if (bumped && (replaced || !aboveAutograd || written.argument.hidden)) source->bump_version();

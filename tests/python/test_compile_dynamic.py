@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from compiling import fresh_compiler  # noqa: F401 - a fixture for all tests
-from helpers import COMPUTE, OFFLOAD, assert_same, data, grads, layers
+from helpers import COMPUTE, OFFLOAD, assert_same, at, data, grads, layers
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -147,3 +148,35 @@ def test_numbers_that_are_read():
     number, several = torch.tensor(3, device=OFFLOAD), torch.tensor([1, 2], device=OFFLOAD)
     assert_same(torch.compile(lambda x, n: x * n.item(), fullgraph=True)(x, number), x * 3)
     assert_same(torch.compile(lambda x, n: x + sum(n.tolist()), fullgraph=True)(x, several), x + 3)
+
+
+INDEX = torch.tensor([1, 0])
+WRITES = {
+    "row": lambda b, x: b.add_(x[0]),
+    "rows": lambda b, x: b.index_add_(0, INDEX.to(x.device), x),
+    "index": lambda b, x: b.index_put_((INDEX.to(x.device),), x[0]),
+    "slice": lambda b, x: b[1:].mul_(x[0]),
+    "list": lambda b, x: torch._foreach_add_([b, b], [x[0], x[1]]),
+    "expanded": lambda b, x: b.expand(3, *b.shape)[0].mul_(x[1]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_beside_another_device_leaves_sizes_open(write):
+    def step(b, x):
+        WRITES[write](b, x)
+        return b * 2
+
+    def run(device):
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        function = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+        results = []
+        for count in (6, 9, 5):
+            b, x = at(device, count, 8), data(2, 8)
+            results += [function(b, x), b]
+        assert counter.frame_count == 1
+        return results
+
+    for one, other in zip(run(OFFLOAD), run(COMPUTE), strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu())

@@ -165,6 +165,32 @@ def test_fetches_are_not_saved(backend, autocast, frozen):
     torch.testing.assert_close(gradients, [y.grad, *(p.grad for p in plain.parameters() if not frozen)], **tolerance)
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "aot_eager_default_partitioner"])
+def test_what_a_graph_has_written_is_kept_on_offload(backend):
+    """A backward fetches it from there again."""
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.device.type if tensor.shape == (64, 64) else None)
+        return tensor
+
+    def function(b, x):
+        b.mul_(0.5)
+        return nn.functional.linear(x, b)
+
+    model = nn.Module()
+    model.register_buffer("b", torch.ones(64, 64, device=OFFLOAD))
+    step = compiled(lambda x: function(model.b, x), backend)
+    for half in (0.5, 0.25):
+        x = data(4, 64).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = step(x)
+        y.sum().backward()
+        assert_same(x.grad, torch.full((4, 64), 64 * half))
+    assert saved.count("offload") == 2
+    assert COMPUTE.type not in saved
+
+
 def test_kernels_know_that_what_is_fetched_is_aligned():
     """And get it aligned, also where a later weight isn't."""
     memory, x = at(OFFLOAD, 9, 9), data(9)

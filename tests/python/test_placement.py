@@ -272,6 +272,17 @@ def test_out_of_another_shape_is_resized(name, shape):
     assert out.shape == expected.shape
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_out_that_is_a_leaf_is_resized(feed):
+    operand, out = at(OFFLOAD if feed == "offload" else COMPUTE, 6, 8), at(OFFLOAD, 4, 8).requires_grad_()
+    assert torch.add(operand, 1, out=out) is out
+    assert out.requires_grad
+    assert out.is_leaf
+    assert_same(out, operand + 1)
+
+
 @pytest.mark.gpu
 def test_offload_cuda_and_cpu_is_an_error():
     with pytest.raises(RuntimeError, match="same device"):

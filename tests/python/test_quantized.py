@@ -4,7 +4,6 @@ Plain packed parameters that their module unpacks, wrappers (tensor subclasses) 
 tensors, which offload refuses. `test_torchao.py` has torchao's wrappers.
 """
 
-
 import pytest
 import torch
 import torch.nn.functional as F
