@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import CACHED, COMPUTE, GPU, OFFLOAD, at, data, grads, same, values
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -78,49 +79,70 @@ def test_equal_to_no_checkpointing(reentrant):
         assert torch.equal(a.cpu(), b.cpu())
 
 
-def test_nested():
+REENTRANT = {"both": (True, True), "neither": (False, False), "outer": (True, False), "inner": (False, True)}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("reentrant", REENTRANT)
+def test_nested(reentrant, dropout):
+    outside, inside = REENTRANT[reentrant]
+
     def nested(blocks, x):
-        def inner(x):
-            return checkpoint(blocks[1], checkpoint(blocks[0], x, use_reentrant=False), use_reentrant=False)
+        def first(x):
+            return checkpoint(blocks[1], checkpoint(blocks[0], x, use_reentrant=inside), use_reentrant=inside)
 
-        x = checkpoint(inner, x, use_reentrant=False)
-        return checkpoint(lambda x: checkpoint(blocks[3], blocks[2](x), use_reentrant=False), x, use_reentrant=False)
+        def second(x):
+            return checkpoint(blocks[3], blocks[2](x), use_reentrant=inside)
 
-    same(training(nested))
+        return checkpoint(second, checkpoint(first, x, use_reentrant=outside), use_reentrant=outside)
 
-
-def test_nested_reentrant():
-    def nested(blocks, x):
-        def inner(x):
-            return checkpoint(blocks[1], checkpoint(blocks[0], x, use_reentrant=True), use_reentrant=True)
-
-        return blocks[3](blocks[2](checkpoint(inner, x, use_reentrant=True)))
-
-    same(training(nested))
+    same(training(nested, dropout))
 
 
 def test_sequential():
     same(training(lambda blocks, x: checkpoint_sequential(blocks, 2, x, use_reentrant=False)))
 
 
-@pytest.mark.parametrize("saved", ["aten.addmm.default", "aten.gelu.default", "aten.native_layer_norm.default"])
-def test_selective(saved):
-    seen = []
+class Counting(TorchDispatchMode):
+    """How often each operation of ``FORWARD`` is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = dict.fromkeys(FORWARD, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in self.calls:
+            self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+FORWARD = [torch.ops.aten.addmm.default, torch.ops.aten.gelu.default, torch.ops.aten.native_layer_norm.default]
+
+
+@pytest.mark.parametrize("feed", ["plain", "offload"])
+@pytest.mark.parametrize("saved", FORWARD, ids=str)
+def test_selective(saved, feed):
+    """A backward calls what is not saved once more, and what is saved never."""
 
     def policy(context, op, *args, **kwargs):
-        seen.append(str(op))
-        return CheckpointPolicy.MUST_SAVE if str(op) == saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.MUST_RECOMPUTE
 
-    same(
-        training(
-            functools.partial(
-                every,
-                use_reentrant=False,
-                context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
-            )
-        )
-    )
-    assert saved in seen
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    forward = functools.partial(every, use_reentrant=False, context_fn=contexts)
+    same(training(forward, feed=feed))
+
+    def calls(device, fed):
+        x = data(3, 8, device=fed).requires_grad_()
+        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            y = forward(nn.ModuleList([Block() for _ in range(4)]).to(device), x)
+            with Counting() as counting:
+                y.sum().backward()
+        return counting.calls
+
+    counted = calls(OFFLOAD, OFFLOAD if feed == "offload" else COMPUTE)
+    assert counted == calls(COMPUTE, COMPUTE)
+    assert counted[saved] == 0
+    assert all(counted[op] >= 4 for op in FORWARD if op is not saved)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])

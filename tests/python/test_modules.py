@@ -259,13 +259,21 @@ def test_functional_norms(training_mode):
     same(run)
 
 
-@pytest.mark.parametrize(
-    "lazy", [lambda: nn.LazyLinear(3), lambda: nn.Sequential(nn.LazyConv2d(3, 2), nn.LazyBatchNorm2d())]
-)
-def test_lazy_modules(lazy):
+LAZY = {
+    "linear": (lambda: nn.LazyLinear(3), (5, 6)),
+    "conv1d": (lambda: nn.Sequential(nn.LazyConv1d(3, 2), nn.LazyInstanceNorm1d(affine=True)), (2, 3, 4)),
+    "conv2d": (lambda: nn.Sequential(nn.LazyConv2d(3, 2), nn.LazyBatchNorm2d()), (2, 3, 4, 4)),
+    "conv3d": (lambda: nn.Sequential(nn.LazyConv3d(3, 2), nn.LazyBatchNorm3d()), (2, 3, 4, 4, 4)),
+    "transposed": (lambda: nn.Sequential(nn.LazyConvTranspose2d(3, 2), nn.LazyInstanceNorm2d()), (2, 3, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_lazy_modules(name):
     """Parameters that the first input makes: with the values that a CPU model gets."""
+    lazy, shape = LAZY[name]
     net, cpu = lazy().to(OFFLOAD), lazy()
-    x = torch.randn((5, 6) if isinstance(net, nn.LazyLinear) else (2, 3, 4, 4))
+    x = torch.randn(shape)
     for module, place in ((net, COMPUTE), (cpu, CPU)):
         torch.manual_seed(1)
         module(x.to(place))
