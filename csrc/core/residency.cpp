@@ -82,7 +82,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     Pin pinned(*this, std::move(slot), data, stream);
     observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose, block.derivedFrom});
     // Once it is known to be done, neither call reaches the driver.
-    if (!ready.isOn(stream) && !ready.done()) dev.stalls.orderBefore(ready, stream);
+    if (!ready.isOn(stream) && !ready.done()) dev.stalls.orderBefore(ready, extent.bytes(), stream);
     prefetchMore(dev, std::move(next));
     return pinned;
   }
@@ -94,7 +94,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   const Token ready = pinned.slot_->ready; // which whoever else finds it may change
   lock.unlock();
   release(retired);
-  dev.stalls.orderBefore(ready, stream);
+  dev.stalls.orderBefore(ready, extent.bytes(), stream);
   prefetchMore(dev, std::move(next));
   if (tooLarge) warnOfRing(pinned.slot_->buffer.bytes);
   return pinned;

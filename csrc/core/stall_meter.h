@@ -3,7 +3,8 @@
 // Note [Stalls]
 // A stream that is to run behind a copy gets a timer on each side of its wait. It does nothing else between the two, so the time
 // between them is how long it stood still: none where it came there after the copy had landed. Timers are read when somebody asks, or
-// when there are many; neither a stream nor the host waits for one. What can't be timed is not counted, and so is what a graph does.
+// when there are many; neither a stream nor the host waits for one. Not counted is what can't be timed, what a graph does, and the wait for
+// a copy so small that to record the timers takes the host as long as the link takes for it.
 #pragma once
 
 #include "core/token.h"
@@ -32,9 +33,12 @@ class StallMeter {
 
   /// Makes later work on `stream` run after all of `tokens`, as Token::orderBefore() does. The stream is not being captured.
   void orderBefore(std::span<const Token> tokens, Stream stream);
-  void orderBefore(const Token& token, Stream stream) {
-    orderBefore(std::span(&token, 1), stream);
+  /// The same, of a copy of so many bytes.
+  void orderBefore(const Token& copy, std::size_t bytes, Stream stream) {
+    if (bytes < kLeastBytes) return copy.orderBefore(stream);
+    orderBefore(std::span(&copy, 1), stream);
   }
+  static constexpr std::size_t kLeastBytes = std::size_t{256} << 10;
   /// Of all that have ended.
   StallStats stats() noexcept;
 

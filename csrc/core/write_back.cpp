@@ -122,7 +122,8 @@ void Residency::store(Block& block, Extent extent, const void* source, Stream pr
   try {
     auto* const host = static_cast<std::byte*>(block.data) + extent.begin;
     const auto span = observe({Activity::Store, producer.device, host, extent.bytes(), block.purpose, block.derivedFrom});
-    dev.stalls.orderBefore(dev.transfer.toHost(host, source, extent.bytes(), memoryOf(block), after, home), producer);
+    const Token copy = dev.transfer.toHost(host, source, extent.bytes(), memoryOf(block), after, home);
+    dev.stalls.orderBefore(copy, extent.bytes(), producer);
   } catch (...) {
     failure = std::current_exception();
   }

@@ -9,6 +9,8 @@ namespace {
 using namespace core_test;
 using Microseconds = std::chrono::duration<double, std::micro>;
 
+constexpr std::size_t kBytes = StallMeter::kLeastBytes;
+
 // Nothing runs but what somebody waits for.
 SimOptions options(bool tellsTime = true) {
   return {.bias = SimBias::Late, .maxPending = SIZE_MAX, .tellsTime = tellsTime};
@@ -24,6 +26,9 @@ struct MeterRig {
   Token behind(int operations) {
     for (int i = 1; i < operations; ++i) sim.launch(copies, [this] { ++ran; }, {}, {});
     return events.record(copies);
+  }
+  void wait(const Token& copy) {
+    meter.orderBefore(copy, kBytes, compute);
   }
   /// Runs what there is on a stream, and elsewhere only what that waits for.
   void finish(Stream stream) {
@@ -48,7 +53,7 @@ struct MeterRig {
 
 TEST(StallMeter, AStreamThatHasNothingElseToDoWaitsUntilTheCopyHasLanded) {
   MeterRig rig;
-  rig.meter.orderBefore(rig.behind(20), rig.compute);
+  rig.wait(rig.behind(20));
   EXPECT_EQ(rig.meter.stats().count, 0U); // it may go on for ever
   rig.finish(rig.compute);
   EXPECT_EQ(rig.ran, 19);
@@ -59,7 +64,7 @@ TEST(StallMeter, AStreamThatHasNothingElseToDoWaitsUntilTheCopyHasLanded) {
 TEST(StallMeter, WhatComesAfterTheCopyHasLandedDoesNotWait) {
   MeterRig rig;
   const Token copy = rig.behind(20);
-  rig.meter.orderBefore(copy, rig.compute);
+  rig.wait(copy);
   rig.finish(rig.copies);
   rig.finish(rig.compute);
   EXPECT_EQ(rig.meter.stats().count, 0U);
@@ -72,7 +77,8 @@ TEST(StallMeter, WhatNeedsNoOrderIsNotTimed) {
   const Token done = rig.events.record(rig.compute);
   done.wait();
   rig.eventsOfTokens = rig.link.use().events;
-  rig.meter.orderBefore(copy, rig.copies);
+  rig.meter.orderBefore(copy, kBytes, rig.copies);
+  rig.meter.orderBefore(copy, kBytes - 1, rig.compute);
   rig.meter.orderBefore(std::vector{done, Token()}, rig.copies);
   EXPECT_EQ(rig.timers(), 0);
 }
@@ -90,7 +96,7 @@ TEST(StallMeter, OneWaitForSeveralIsOne) {
 TEST(StallMeter, TimersAreUsedAgain) {
   MeterRig rig;
   for (int round = 1; round <= 8; ++round) {
-    for (int k = 0; k < 200; ++k) rig.meter.orderBefore(rig.behind(20), rig.compute);
+    for (int k = 0; k < 200; ++k) rig.wait(rig.behind(20));
     rig.finish(rig.compute);
     EXPECT_EQ(rig.meter.stats().count, 200U * round);
     EXPECT_EQ(rig.link.use().events, 400 + 1); // and that of a token
@@ -100,7 +106,7 @@ TEST(StallMeter, TimersAreUsedAgain) {
 TEST(StallMeter, TimersAreReadThoughNobodyAsks) {
   MeterRig rig;
   for (int k = 0; k < 2000; ++k) {
-    rig.meter.orderBefore(rig.behind(20), rig.compute);
+    rig.wait(rig.behind(20));
     rig.finish(rig.compute);
   }
   EXPECT_LE(rig.link.use().events, 2 * 300);
@@ -110,7 +116,7 @@ TEST(StallMeter, TimersAreReadThoughNobodyAsks) {
 TEST(StallMeter, ThereIsAnEndOfTimersWhereADeviceDoesNothing) {
   MeterRig rig;
   const Token copy = rig.behind(20);
-  for (int k = 0; k < 10'000; ++k) rig.meter.orderBefore(copy, rig.compute);
+  for (int k = 0; k < 10'000; ++k) rig.wait(copy);
   EXPECT_LE(rig.link.use().events, 2 * 8192 + 1);
   rig.finish(rig.compute);
   EXPECT_EQ(rig.ran, 19);
@@ -118,7 +124,7 @@ TEST(StallMeter, ThereIsAnEndOfTimersWhereADeviceDoesNothing) {
 
 TEST(StallMeter, WhereTheLinkTellsNoTimeTheOrderIsTheSame) {
   MeterRig rig(false);
-  rig.meter.orderBefore(rig.behind(20), rig.compute);
+  rig.wait(rig.behind(20));
   EXPECT_EQ(rig.link.use().events, 1);
   rig.finish(rig.compute);
   EXPECT_EQ(rig.ran, 19);
@@ -135,7 +141,7 @@ TEST(StallMeter, WhateverCallFailsNothingElseDoes) {
     const Token copy = rig.behind(20);
     rig.link.fail(n);
     try {
-      rig.meter.orderBefore(copy, rig.compute);
+      rig.wait(copy);
       rig.finish(rig.compute);
       EXPECT_EQ(rig.ran, 19);
     } catch (const Error&) {
@@ -145,7 +151,7 @@ TEST(StallMeter, WhateverCallFailsNothingElseDoes) {
     passed = rig.link.failures() == 0;
     EXPECT_EQ(counted, passed ? 1U : 0U);
     rig.link.fail(0);
-    rig.meter.orderBefore(rig.behind(20), rig.compute);
+    rig.wait(rig.behind(20));
     rig.finish(rig.compute);
     EXPECT_EQ(rig.meter.stats().count, counted + 1);
   }
@@ -156,8 +162,8 @@ TEST(StallMeter, ACacheCountsWhatStreamsOfItsUsersWaitFor) {
   Rig rig({options()});
   const Stream busy = rig.sim.createStream(0);
   const Stream stream = rig.sim.createStream(0);
-  const auto one = rig.newBlock(pattern(1, 100));
-  const auto two = rig.newBlock(pattern(2, 100));
+  const auto one = rig.newBlock(pattern(1, kBytes));
+  const auto two = rig.newBlock(pattern(2, kBytes));
   const auto countedAfter = [&](Stream on) {
     const Event end = rig.sim.createEvent(0);
     rig.sim.record(end, on);
@@ -168,25 +174,25 @@ TEST(StallMeter, ACacheCountsWhatStreamsOfItsUsersWaitFor) {
   const auto work = [&] {
     for (int k = 0; k < 20; ++k) rig.sim.launch(busy, [] {}, {}, {});
   };
-  const DeviceBuffer ofBusy = rig.newResult(busy, pattern(3, 100));
-  const DeviceBuffer result = rig.newResult(stream, pattern(4, 100));
+  const DeviceBuffer ofBusy = rig.newResult(busy, pattern(3, kBytes));
+  const DeviceBuffer result = rig.newResult(stream, pattern(4, kBytes));
   EXPECT_EQ(countedAfter(stream), 0U);
 
   work();
-  rig.cache.store(*one, {0, 100}, ofBusy.data, busy);
+  rig.cache.store(*one, {0, kBytes}, ofBusy.data, busy);
   {
-    const Pin pin = rig.cache.fetch(*one, {0, 100}, stream); // behind a copy home that is behind that work
+    const Pin pin = rig.cache.fetch(*one, {0, kBytes}, stream); // behind a copy home that is behind that work
     EXPECT_EQ(countedAfter(stream), 1U);
-    const Pin again = rig.cache.fetch(*one, {0, 100}, stream);
+    const Pin again = rig.cache.fetch(*one, {0, kBytes}, stream);
     EXPECT_EQ(countedAfter(stream), 1U);
   }
   work();
-  rig.cache.store(*one, {0, 100}, ofBusy.data, busy);
-  rig.cache.store(*two, {0, 100}, result.data, stream); // copies home share a stream
+  rig.cache.store(*one, {0, kBytes}, ofBusy.data, busy);
+  rig.cache.store(*two, {0, kBytes}, result.data, stream); // copies home share a stream
   EXPECT_EQ(countedAfter(stream), 2U);
   EXPECT_EQ(countedAfter(busy), 2U);
-  EXPECT_EQ(rig.read(*one), pattern(3, 100));
-  EXPECT_EQ(rig.read(*two), pattern(4, 100));
+  EXPECT_EQ(rig.read(*one), pattern(3, kBytes));
+  EXPECT_EQ(rig.read(*two), pattern(4, kBytes));
 }
 
 } // namespace

@@ -92,6 +92,7 @@ COMPILED_FEATURES = [
     "test_compile_export.py",
     "test_compile_higher_order.py",
     "test_compile_kernels.py",
+    "test_compile_random_programs.py",
     "test_compile_variants.py",
 ]
 COMPILED_MODELS = [

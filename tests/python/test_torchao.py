@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import CACHED, COMPUTE, OFFLOAD, assert_same, data, same
+from helpers import CACHED, COMPUTE, OFFLOAD, assert_same, at, data, same
 from quantized_models import (
     GROUP,
     MODES,
@@ -187,6 +187,26 @@ def test_compiled(name, backend):
         assert_same(step(x), expected)
     torch_offload.empty_cache()
     assert moved_in_a_step(step, x) <= 1.05 * bytes_of(net)
+
+
+@pytest.mark.once
+@pytest.mark.filterwarnings("ignore:.*")
+def test_an_optimizer_with_quantised_state():
+    """Its step is compiled over wrappers that no module holds."""
+    optim = pytest.importorskip("torchao.optim")
+
+    def run(device):
+        torch.compiler.reset()
+        weight = nn.Parameter(at(device, 64, 128))
+        optimizer = optim.AdamW8bit([weight], lr=0.1)
+        for k in range(3):
+            weight.grad = at(device, 64, 128, seed=1 + k)
+            optimizer.step()
+        state = optimizer.state[weight]
+        assert state["exp_avg"].codes.device.type == weight.device.type == device.type
+        return weight, state["exp_avg"].codes, state["exp_avg_sq"].codes
+
+    same(run)
 
 
 class SavesItsWeight(torch.autograd.Function):
