@@ -11,6 +11,7 @@ from helpers import COMPUTE, HOST, OFFLOAD, SIM, assert_same, at, data
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
 
 import torch_offload
 
@@ -163,6 +164,33 @@ def test_fetches_are_not_saved(backend, autocast, frozen):
     gradients = [x.grad, *(p.grad.to(COMPUTE) for p in model.parameters() if not frozen)]
     tolerance = {"rtol": 0.05, "atol": 0.05} if autocast else {}
     torch.testing.assert_close(gradients, [y.grad, *(p.grad for p in plain.parameters() if not frozen)], **tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_that_is_computed_with_again_is_not_saved(backend):
+    """What a checkpoint fetches has the user's mark, and is what other uses of the weight share."""
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.device.type if tensor.shape == (64, 64) else None)
+        return tensor
+
+    def function(w, x):
+        y = checkpoint(nn.functional.linear, x, w, use_reentrant=False)
+        with torch.autocast(COMPUTE.type, torch.bfloat16):
+            return (y.tanh() @ w).float()
+
+    w, x = at(OFFLOAD, 64, 64).requires_grad_(), data(4, 64).requires_grad_()
+    step = compiled(function, backend)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = step(w, x)
+    assert saved.count("offload") == 1
+    assert COMPUTE.type not in saved
+    y.sum().backward()
+    gradients = x.grad, w.grad
+    x.grad = w.grad = None
+    function(w, x).sum().backward()
+    torch.testing.assert_close(gradients, (x.grad, w.grad), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "aot_eager_default_partitioner"])

@@ -62,7 +62,7 @@ def _prepare(graph: Any) -> None:
         return
     written = graphs.keep_what_is_overwritten(graph)
     _keep(graph, written)
-    _compute_again(graph, [node for node in fetches if "recompute" not in node.meta])
+    _compute_again(graph, [node for node in fetches if not written & graphs.storages(node.args[0])])
     graphs.return_copies(graph)
 
 
