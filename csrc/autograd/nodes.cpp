@@ -312,11 +312,24 @@ at::Tensor lookUp(const at::Tensor& offload, c10::Device target, std::size_t rea
   return result;
 }
 
-at::Tensor withGradientFrom(const at::Tensor& offload, c10::Device computed) {
-  at::Tensor same = offload.detach();
+namespace {
+
+auto backwardOfFetch(const at::Tensor& offload, c10::Device target) {
   auto node = nodeFor<FetchBackward>(offload);
   node->home = offload.device();
-  node->target = computed;
+  node->target = target;
+  if (!tracing() && !isWrapper(offload) && offload.has_storage() && offload.storage().nbytes() > 0) {
+    const auto offset = offload.storage_offset() * static_cast<std::int64_t>(offload.element_size());
+    node->source = static_cast<const std::byte*>(blockOf(offload.storage()).data) + offset;
+  }
+  return node;
+}
+
+} // namespace
+
+at::Tensor withGradientFrom(const at::Tensor& offload, c10::Device computed) {
+  at::Tensor same = offload.detach();
+  auto node = backwardOfFetch(offload, computed);
   const auto options = offload.options().device(computed.is_cpu() ? c10::Device(c10::kCPU) : computed);
   const auto input = node->add_input_metadata(at::empty({}, options).expand_symint(offload.sym_sizes()));
   torch::autograd::impl::set_gradient_edge(same, {std::move(node), input});
@@ -325,14 +338,8 @@ at::Tensor withGradientFrom(const at::Tensor& offload, c10::Device computed) {
 
 void recordFetch(const at::Tensor& offload, const at::Tensor& fetched, c10::Device target) {
   if (!needsNode(offload)) return;
-  auto node = nodeFor<FetchBackward>(offload);
-  node->home = offload.device();
-  node->target = target;
+  auto node = backwardOfFetch(offload, target);
   if (fetched.scalar_type() != offload.scalar_type()) node->castFrom = offload.scalar_type();
-  if (!tracing() && offload.has_storage() && offload.storage().nbytes() > 0) {
-    const auto offset = offload.storage_offset() * static_cast<std::int64_t>(offload.element_size());
-    node->source = static_cast<const std::byte*>(blockOf(offload.storage()).data) + offset;
-  }
   torch::autograd::set_history(fetched, node);
 }
 

@@ -34,9 +34,9 @@ UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empt
 
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 
-# Of complex numbers beside real ones, where a few samples are asked for: they find what takes a conjugate for its values. Whole
-# runs, and with them the published tables, are of one dtype.
-COMPLEX_SAMPLES = 2
+# Beside the first of these, where a few samples are asked for. Complex numbers find what takes a conjugate for its values, others what
+# converts, or has no kernel for them on one of the devices. Whole runs, and with them the published tables, are of one dtype.
+OTHERS = {torch.complex64: 2, torch.bfloat16: 1, torch.int64: 1}  # with how many samples
 
 
 try:
@@ -322,11 +322,10 @@ class Entry(Findings):
         supported = self.info.supported_dtypes(COMPUTE.type)
         first = next((dtype for dtype in (*DTYPES, *supported) if dtype in supported), None)
         looked = {} if first is None else {first: self.samples}
-        complex_too = torch.complex64 in supported & self.info.supported_dtypes(
-            CPU.type
-        )  # what is the host's by contract
-        if first == torch.float32 and complex_too and self.samples is not None:
-            looked[torch.complex64] = min(COMPLEX_SAMPLES, self.samples)
+        if first == torch.float32 and self.samples is not None:
+            # What the CPU lacks is the host's by contract.
+            others = supported & self.info.supported_dtypes(CPU.type)
+            looked |= {dtype: min(most, self.samples) for dtype, most in OTHERS.items() if dtype in others}
         return looked
 
     def look(self) -> None:
