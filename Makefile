@@ -51,7 +51,7 @@ opinfo: build ## Compare all samples of PyTorch's op database with the plain dev
 
 zoo: build ## Train and run models of other libraries (transformers, peft, accelerate, timm, diffusers), beside the plain device
 	$(venv)/bin/python -m pip install --quiet --no-deps --upgrade --target build/zoo -r tools/requirements-zoo.txt
-	PYTHONPATH=build/zoo $(venv)/bin/pytest tests/zoo
+	PYTHONPATH=build/zoo $(venv)/bin/pytest tests/zoo $(PYTEST_ARGS)
 
 core-test: ## Build and test core alone: no torch, no Python
 	@tools/bootstrap system
