@@ -1,6 +1,7 @@
 #include "aten/activity_ranges.h"
 
 #include "aten/tensors.h"
+#include "core/fork_mutex.h"
 
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -47,7 +48,7 @@ class Names {
     std::size_t bytes;
     std::string name;
   };
-  mutable std::mutex mutex_;
+  mutable ForkMutex mutex_{ForkRank::Other};
   std::map<std::uintptr_t, Named> byBegin_;
   std::atomic<bool> any_{false};
 };

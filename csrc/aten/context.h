@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/arena.h"
+#include "core/fork_mutex.h"
 #include "core/host_accounts.h"
 #include "core/link/fault_link.h"
 #include "core/residency.h"
@@ -11,7 +12,6 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -144,7 +144,7 @@ class Context {
   std::size_t deviceBytes_ = 0;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Residency> residency_;
-  mutable std::mutex blocksMutex_;
+  mutable ForkMutex blocksMutex_{ForkRank::Blocks};
   std::unordered_map<const void*, Block*> blocks_;
   HostAccounts accounts_;
 };

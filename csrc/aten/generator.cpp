@@ -1,11 +1,11 @@
 #include "aten/generator.h"
 
 #include "aten/tensors.h"
+#include "core/fork_mutex.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <deque>
-#include <mutex>
 
 namespace offload {
 namespace {
@@ -52,7 +52,7 @@ class OffloadGenerator final : public c10::GeneratorImpl {
 } // namespace
 
 const at::Generator& defaultGenerator(c10::DeviceIndex index) {
-  static std::mutex mutex;
+  static ForkMutex mutex(ForkRank::Other);
   static auto* generators = new std::deque<at::Generator>();
   const c10::DeviceIndex at = index < 0 ? 0 : withIndex({kOffload, index}).index();
   std::lock_guard lock(mutex);

@@ -1,8 +1,9 @@
 #include "aten/needless_work.h"
 
+#include "core/fork_mutex.h"
+
 #include <c10/util/Exception.h>
 
-#include <mutex>
 #include <set>
 
 namespace offload {
@@ -24,7 +25,7 @@ class Counts {
   }
 
  private:
-  std::mutex mutex_;
+  ForkMutex mutex_{ForkRank::Other};
   std::map<std::string, std::uint64_t> counts_;
   std::set<std::string> told_;
 };

@@ -20,13 +20,13 @@
 #include "autograd/written.h"
 #include "compat/quiet_registration.h"
 #include "compat/registration.h"
+#include "core/fork_mutex.h"
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
-#include <mutex>
 
 namespace offload {
 namespace {
@@ -221,7 +221,7 @@ class KernelBelow {
   void callBoxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
     std::shared_ptr<const c10::SafeKernelFunction> kernel;
     {
-      static std::mutex mutex;
+      static ForkMutex mutex(ForkRank::Other);
       const std::lock_guard lock(mutex);
       if (!known_ || late_) known_ = std::make_shared<const c10::SafeKernelFunction>(op.getComputedKernelForDispatchKey(key_));
       kernel = known_;

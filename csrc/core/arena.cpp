@@ -88,11 +88,13 @@ HostRange Arena::allocate(std::size_t bytes, bool locked) {
   if (range.data == nullptr && trim() > 0) range = grow(rounded, wanted);
   if (range.data == nullptr) {
     const ArenaStats now = stats();
+    const std::size_t most = mostHeld();
     throw OutOfMemory(
         OutOfMemory::Where::Host, bytes,
         "offload: the system refused " + std::to_string(bytes) + " bytes of host memory; " + std::to_string(now.allocated) +
-            " bytes are in use by offload tensors and " + std::to_string(now.reserved - now.allocated) +
-            " are cached: free tensors, or use a machine with more memory.");
+            " bytes are in use by offload tensors and " + std::to_string(now.reserved - now.allocated) + " are cached" +
+            (most < SIZE_MAX ? ", and this machine or container has " + std::to_string(most) + ", swap included" : "") +
+            ": free tensors, or use a machine with more memory.");
   }
   if (options_.poison) std::memset(range.data, 0xFF, rounded);
   range.bytes = bytes;

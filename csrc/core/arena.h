@@ -18,6 +18,7 @@
 #include "core/arena_slabs.h"
 #include "core/arena_snapshot.h"
 #include "core/audit.h"
+#include "core/fork_mutex.h"
 #include "core/shared_memory.h"
 #include "core/token.h"
 
@@ -25,7 +26,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 
 namespace offload {
@@ -105,7 +105,7 @@ class Arena {
   void validate() const;
 
  private:
-  using Lock = std::lock_guard<std::mutex>;
+  using Lock = std::lock_guard<ForkMutex>;
   using RegionPtr = std::unique_ptr<ArenaRegion>;
   enum class Poll { Some, Many, All, Wait };
   struct Pending {
@@ -128,6 +128,7 @@ class Arena {
   RegionPtr lockedRegion(std::size_t bytes);
   std::size_t grant(std::size_t bytes, bool exact);
   bool mayLock(std::size_t bytes);
+  std::size_t mostHeld();
   std::size_t leastRegion(std::size_t bytes) const;
   std::size_t regionFor(const Lock&, std::size_t bytes) const;
   std::shared_ptr<SharedMemory> mapped(std::unique_ptr<SharedMemory> memory);
@@ -142,7 +143,7 @@ class Arena {
   Link* const link_;
   const ArenaOptions options_;
   const HostKind wanted_; // what memory is to be
-  mutable std::mutex mutex_;
+  mutable ForkMutex mutex_{ForkRank::Arena};
   ArenaRanges ranges_;
   ArenaSlabs slabs_;
   ArenaBudget budget_;

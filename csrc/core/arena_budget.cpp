@@ -22,9 +22,9 @@ bool ArenaBudget::stale() const {
   return !read_ || std::chrono::steady_clock::now() - *read_ > kFresh;
 }
 
-void ArenaBudget::refresh(const MemoryLimits& memory) {
+void ArenaBudget::refresh(const MemoryLimits& memory, Before before) {
   memory_ = memory;
-  lockedThen_ = locked_;
+  lockedThen_ = minus(before.settled, left_ - before.left);
   read_ = std::chrono::steady_clock::now();
 }
 
@@ -48,10 +48,21 @@ std::size_t ArenaBudget::room() const {
 
 void ArenaBudget::add(std::size_t bytes) {
   locked_ += bytes;
+  unsettled_ += bytes;
+}
+
+void ArenaBudget::settle(std::size_t bytes) {
+  unsettled_ -= bytes;
+}
+
+void ArenaBudget::leave(std::size_t bytes) {
+  unsettled_ += bytes;
+  left_ += bytes;
 }
 
 void ArenaBudget::remove(std::size_t bytes) {
   locked_ -= bytes;
+  unsettled_ -= bytes;
 }
 
 void ArenaBudget::refuse(std::size_t bytes) {
@@ -61,6 +72,10 @@ void ArenaBudget::refuse(std::size_t bytes) {
 void ArenaBudget::forget() {
   refused_ = SIZE_MAX;
   read_.reset();
+}
+
+std::size_t ArenaBudget::most() const {
+  return plus(memory_.total, memory_.swap);
 }
 
 std::string ArenaBudget::refusal(std::size_t bytes) const {

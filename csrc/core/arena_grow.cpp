@@ -27,10 +27,12 @@ HostRange Arena::grow(std::size_t bytes, HostKind wanted) {
     if (HostRange range = take(bytes, HostKind::Pageable); range.data != nullptr) return range;
     warn(bytes);
   }
+  const std::size_t most = mostHeld();
   std::size_t size = 0;
   {
     const Lock lock(mutex_);
     size = regionFor(lock, bytes);
+    if (size > minus(most, ranges_.reserved())) return {};
   }
   auto region = std::make_unique<ArenaRegion>();
   region->memory = HostRegion::map(size);
@@ -75,6 +77,8 @@ Arena::RegionPtr Arena::lockedRegion(std::size_t bytes) {
       const bool there = !options_.prefault || region->memory.populate();
       if (there && link_->registerHost(region->memory.data(), size)) {
         region->kind = HostKind::Locked;
+        const Lock lock(mutex_);
+        budget_.settle(size);
         return region;
       }
     }
@@ -121,14 +125,23 @@ bool Arena::mayLock(std::size_t bytes) {
   return minus(least, budget_.room()) <= ranges_.unused(HostKind::Locked);
 }
 
+// Bytes that regions may have together.
+std::size_t Arena::mostHeld() {
+  look();
+  const Lock lock(mutex_);
+  return budget_.most();
+}
+
 void Arena::look() {
+  ArenaBudget::Before before;
   {
     const Lock lock(mutex_);
     if (!budget_.stale()) return;
+    before = budget_.before();
   }
   const MemoryLimits memory = options_.memoryLimits ? options_.memoryLimits() : readMemoryLimits();
   const Lock lock(mutex_);
-  budget_.refresh(memory);
+  budget_.refresh(memory, before);
 }
 
 void Arena::warn(std::size_t bytes) {
@@ -171,9 +184,14 @@ std::size_t Arena::destroy(ArenaRanges::Regions regions) noexcept {
   std::size_t locked = 0;
   for (const auto& region : regions) {
     bytes += region->memory.bytes();
-    if (region->kind != HostKind::Locked) continue;
-    link_->unregisterHost(region->memory.data(), region->memory.bytes());
-    locked += region->memory.bytes();
+    if (region->kind == HostKind::Locked) locked += region->memory.bytes();
+  }
+  if (locked > 0) {
+    const Lock lock(mutex_);
+    budget_.leave(locked);
+  }
+  for (const auto& region : regions) {
+    if (region->kind == HostKind::Locked) link_->unregisterHost(region->memory.data(), region->memory.bytes());
   }
   regions.clear();
   const Lock lock(mutex_);

@@ -39,7 +39,13 @@ std::shared_ptr<SharedMemory> Arena::mapped(std::unique_ptr<SharedMemory> memory
 void Arena::unmap(SharedMemory* memory) noexcept {
   const std::size_t bytes = memory->mappedBytes();
   const std::size_t locked = memory->pinned ? bytes : 0;
-  if (memory->pinned) link_->unregisterHost(memory->mapped(), bytes);
+  if (memory->pinned) {
+    {
+      const Lock lock(mutex_);
+      budget_.leave(bytes);
+    }
+    link_->unregisterHost(memory->mapped(), bytes);
+  }
   delete memory;
   const Lock lock(mutex_);
   stats_.shared -= bytes;
@@ -64,7 +70,11 @@ bool Arena::lockShared(const SharedMemory& memory) {
     granted = budget_.room() >= bytes;
     if (granted) budget_.add(bytes);
   }
-  if (granted && link_->registerHost(memory.mapped(), bytes)) return true;
+  if (granted && link_->registerHost(memory.mapped(), bytes)) {
+    const Lock lock(mutex_);
+    budget_.settle(bytes);
+    return true;
+  }
   if (granted) {
     const Lock lock(mutex_);
     budget_.remove(bytes);

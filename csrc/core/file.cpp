@@ -1,15 +1,18 @@
 #include "core/file.h"
 
+#include "core/descriptors.h"
 #include "core/error.h"
 #include "core/parallel.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -39,8 +42,7 @@ std::vector<FilePart> piecesOf(std::span<const FilePart> parts) {
 // if the system refuses.
 void* mapLike(const std::byte* target, std::size_t bytes) {
   constexpr std::size_t kHugePage = std::size_t{2} << 20;
-  void* const mapped =
-      mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const mapped = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return mapped;
   const std::size_t before = (reinterpret_cast<std::uintptr_t>(target) - reinterpret_cast<std::uintptr_t>(mapped)) % kHugePage;
   auto* const data = static_cast<std::byte*>(mapped) + before;
@@ -48,6 +50,19 @@ void* mapLike(const std::byte* target, std::size_t bytes) {
   munmap(data + bytes, kHugePage - before);
   madvise(data, bytes, MADV_HUGEPAGE);
   return data;
+}
+
+// A model may have more files than a process is given descriptors at first; some are left for the rest of the program. The number of a
+// new one is the least that is free.
+int openToRead(const std::string& path) {
+  int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  struct rlimit limit {};
+  const bool last = descriptor < 0 && errno == EMFILE;
+  const bool few = descriptor >= 0 && getrlimit(RLIMIT_NOFILE, &limit) == 0 &&
+      static_cast<std::size_t>(descriptor) + kDescriptorsForOthers >= limit.rlim_cur;
+  if (last || few) (void)raiseDescriptorLimit();
+  if (last) descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  return descriptor;
 }
 
 std::uint64_t pageBytes() {
@@ -78,7 +93,7 @@ std::string readPiece(int descriptor, const std::string& path, const FilePart& p
 } // namespace
 
 File::File(std::string path) : path_(std::move(path)) {
-  descriptor_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  descriptor_ = openToRead(path_);
   if (descriptor_ < 0) throw Error("offload: can't open " + path_ + ": " + reason(errno) + ".");
   const bool known = fstat(descriptor_, &opened_) == 0;
   if (known && S_ISREG(opened_.st_mode)) return;

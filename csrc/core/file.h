@@ -1,11 +1,12 @@
 // A file that tensors are read from.
 #pragma once
 
+#include "core/fork_mutex.h"
+
 #include <sys/stat.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <span>
 #include <string>
 #include <unordered_set>
@@ -60,9 +61,9 @@ class File {
   const std::string path_;
   int descriptor_ = -1;
   struct stat opened_ {};
-  std::mutex mutex_; // of the mapping
+  ForkMutex mutex_{ForkRank::File}; // of the mapping
   std::byte* mapping_ = nullptr;
-  std::mutex edgesMutex_; // of the next, and innermost
+  ForkMutex edgesMutex_{ForkRank::FileEdges}; // of the next
   std::unordered_set<std::uint64_t> edges_; // first and last pages of what was detached, or written
 };
 

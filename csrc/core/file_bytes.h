@@ -17,6 +17,7 @@
 #include "core/deferred_error.h"
 #include "core/extent.h"
 #include "core/file.h"
+#include "core/fork_mutex.h"
 #include "core/link/link.h"
 
 #include <functional>
@@ -67,7 +68,7 @@ class FileBytes {
   void leaveFile() noexcept;
 
   std::function<void()> tell_;
-  std::mutex mutex_; // they are detached once
+  ForkMutex mutex_{ForkRank::FileBytes}; // they are detached once
   std::atomic<bool> inFile_{true};
   std::atomic<std::uint64_t> failures_{0};
 };

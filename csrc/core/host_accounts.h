@@ -2,8 +2,8 @@
 #pragma once
 
 #include "core/block_history.h"
+#include "core/fork_mutex.h"
 
-#include <mutex>
 #include <vector>
 
 namespace offload {
@@ -60,7 +60,7 @@ class HostAccounts {
   void remove(const Block& block) noexcept;
   void each(void (*reset)(AccountStats&));
 
-  mutable std::mutex mutex_;
+  mutable ForkMutex mutex_{ForkRank::Accounts};
   AccountsStats stats_;
   std::vector<std::size_t> parameters_; // bytes, by device
   BlockHistory history_;

@@ -88,8 +88,7 @@ HostRegion HostRegion::map(std::size_t bytes) {
   // Room to begin at a huge page; what is before and behind goes back.
   const std::size_t spare = wanted >= kHugePage ? kHugePage : 0;
   if (wanted < bytes || wanted + spare < wanted) return {};
-  void* const mapped =
-      mmap(nullptr, wanted + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const mapped = mmap(nullptr, wanted + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return {};
   char* const begin = static_cast<char*>(mapped);
   char* const data = spare > 0 ? roundUp(begin, kHugePage) : begin;

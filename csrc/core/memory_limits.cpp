@@ -11,12 +11,19 @@ namespace {
 // Where a version keeps its numbers.
 struct GroupFiles {
   const char* limits[2];
+  const char* swap; // in the second version; the first one's is of memory and swap together
+  const char* withSwap;
   const char* used;
   const char* filePages[2]; // in memory.stat
 };
 constexpr GroupFiles kVersion1 = {
-    {"memory.limit_in_bytes", nullptr}, "memory.usage_in_bytes", {"total_active_file", "total_inactive_file"}};
-constexpr GroupFiles kVersion2 = {{"memory.max", "memory.high"}, "memory.current", {"active_file", "inactive_file"}};
+    {"memory.limit_in_bytes", nullptr},
+    nullptr,
+    "memory.memsw.limit_in_bytes",
+    "memory.usage_in_bytes",
+    {"total_active_file", "total_inactive_file"}};
+constexpr GroupFiles kVersion2 = {
+    {"memory.max", "memory.high"}, "memory.swap.max", nullptr, "memory.current", {"active_file", "inactive_file"}};
 
 std::size_t minus(std::size_t from, std::size_t what) {
   return from - std::min(from, what);
@@ -47,6 +54,11 @@ void applyLimit(MemoryLimits& limits, const std::string& group, const GroupFiles
     if (name != nullptr) limit = std::min(limit, numberIn(group + "/" + name, SIZE_MAX));
   }
   limits.total = std::min(limits.total, limit);
+  if (files.swap != nullptr) limits.swap = std::min(limits.swap, numberIn(group + "/" + files.swap, SIZE_MAX));
+  if (files.withSwap != nullptr) {
+    const std::size_t both = numberIn(group + "/" + files.withSwap, SIZE_MAX);
+    if (both < SIZE_MAX) limits.swap = std::min(limits.swap, minus(both, limits.total));
+  }
   if (limit == SIZE_MAX) return;
   std::size_t used = numberIn(group + "/" + files.used, 0);
   for (const char* name : files.filePages) used = minus(used, numberOf(group + "/memory.stat", name));
@@ -90,6 +102,7 @@ MemoryLimits readMemoryLimits(const std::string& root) {
   const std::string meminfo = root + "/proc/meminfo";
   if (const std::size_t total = numberOf(meminfo, "MemTotal:"); total > 0) {
     limits.total = total << 10;
+    limits.swap = numberOf(meminfo, "SwapTotal:") << 10;
     if (const std::size_t available = numberOf(meminfo, "MemAvailable:"); available > 0) limits.available = available << 10;
   }
   std::ifstream mounts(root + "/proc/self/mountinfo");

@@ -1,18 +1,15 @@
 #include "core/shared_memory.h"
 
+#include "core/descriptors.h"
 #include "core/error.h"
 #include "core/host_region.h"
 #include "core/memory_limits.h"
 
 #include <fcntl.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <new>
@@ -21,9 +18,6 @@ namespace offload {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6472'6168'7366'666f; // "offshard", and a layout of its own for every change
-
-// For files, pipes and sockets of the rest of the program: without any it could neither send what is shared nor import a module.
-constexpr rlim_t kDescriptorsForOthers = 32;
 
 std::string reason() {
   return std::strerror(errno);
@@ -37,20 +31,6 @@ bool reserve(int descriptor, std::size_t bytes) {
   return result == 0;
 }
 
-// How many descriptors there are up to the fourth number that is free: the first may be a gap, as who receives a descriptor closes
-// the socket that he opened before it.
-rlim_t descriptorsInUse(rlim_t limit) {
-  std::array<int, 4> probes{};
-  std::size_t free = 0;
-  while (free < probes.size() && (probes[free] = eventfd(0, EFD_CLOEXEC)) >= 0) ++free;
-  const int code = errno;
-  for (std::size_t k = 0; k < free; ++k) close(probes[k]);
-  if (free == probes.size()) return static_cast<rlim_t>(probes.back()) + 1 - free;
-  if (code == EMFILE) return limit - std::min<rlim_t>(limit, free);
-  errno = code;
-  throw Error("offload: the system has no file descriptor for a storage that is to be shared: " + reason() + ".");
-}
-
 } // namespace
 
 struct SharedMemory::Header {
@@ -61,23 +41,15 @@ struct SharedMemory::Header {
   static_assert(decltype(version)::is_always_lock_free, "a lock would be each process's own");
 };
 
-// By doubling: a hard limit may be 2^30, and there are programs that go through all numbers below the soft one.
 void SharedMemory::requireDescriptor() {
-  for (;;) {
-    struct rlimit limit {};
-    if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
-    const rlim_t used = descriptorsInUse(limit.rlim_cur);
-    if (limit.rlim_cur > used && limit.rlim_cur - used > kDescriptorsForOthers) return;
-    struct rlimit more = limit;
-    more.rlim_cur = std::min(2 * limit.rlim_cur, limit.rlim_max);
-    if (more.rlim_cur > limit.rlim_cur && setrlimit(RLIMIT_NOFILE, &more) == 0) continue;
-    throw Error(
-        "offload: a storage that processes share takes a file descriptor in each of them, and this one has " +
-        std::to_string(used) + " open of the " + std::to_string(limit.rlim_max) + " that it may have, of which " +
-        std::to_string(kDescriptorsForOthers) +
-        " are left to the rest of the program: share fewer storages (views of one tensor are one), or raise the hard limit "
-        "(\"ulimit -Hn\").");
-  }
+  const auto shortage = raiseDescriptorLimit();
+  if (!shortage) return;
+  throw Error(
+      "offload: a storage that processes share takes a file descriptor in each of them, and this one has " +
+      std::to_string(shortage->used) + " open of the " + std::to_string(shortage->most) + " that it may have, of which " +
+      std::to_string(kDescriptorsForOthers) +
+      " are left to the rest of the program: share fewer storages (views of one tensor are one), or raise the hard limit "
+      "(\"ulimit -Hn\").");
 }
 
 std::unique_ptr<SharedMemory> SharedMemory::create(std::size_t bytes, Born born) {

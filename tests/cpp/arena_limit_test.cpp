@@ -262,6 +262,78 @@ TEST(ArenaLimit, OthersGoOnWhileARegionIsLocked) {
   rig.arena.validate();
 }
 
+// What has no pages yet is still available by what the system says, and would count twice.
+TEST(ArenaLimit, WhatIsBeingLockedIsNotAvailable) {
+  std::atomic<std::size_t> available{1000 * kMiB};
+  ArenaOptions options = untouched();
+  options.memoryLimits = [&] { return MemoryLimits{4000 * kMiB, available}; };
+  BasicArenaRig<SlowLink> rig(options);
+  HostRange large;
+  std::thread slow([&] { large = rig.arena.allocate(600 * kMiB); });
+  {
+    std::unique_lock lock(rig.link.gate);
+    rig.link.changed.wait(lock, [&] { return rig.link.waiting; });
+    rig.link.open = true; // for who comes next
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(60)); // so that the system is asked again
+  EXPECT_FALSE(rig.arena.allocate(500 * kMiB).pinned);
+  rig.link.changed.notify_all();
+  slow.join();
+  EXPECT_TRUE(large.pinned);
+  available = 400 * kMiB;
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  EXPECT_TRUE(rig.arena.allocate(150 * kMiB).pinned);
+  rig.arena.validate();
+}
+
+// What is given back while the system is asked is available already, and would count twice.
+TEST(ArenaLimit, WhatIsGivenBackMeanwhileCountsOnce) {
+  std::size_t used = 0;
+  std::function<void()> meanwhile;
+  ArenaOptions options = untouched();
+  options.memoryLimits = [&] {
+    if (auto call = std::exchange(meanwhile, nullptr)) {
+      call();
+    }
+    return MemoryLimits{4000 * kMiB, 1000 * kMiB - used};
+  };
+  ArenaRig rig(options);
+  void* const first = rig.arena.allocate(600 * kMiB).data;
+  used = 600 * kMiB;
+  meanwhile = [&] {
+    rig.arena.free(first, {});
+    EXPECT_EQ(rig.arena.trim(), 600 * kMiB);
+    used = 0;
+  };
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  EXPECT_TRUE(rig.arena.allocate(400 * kMiB).pinned);
+  EXPECT_FALSE(rig.arena.allocate(600 * kMiB).pinned); // with what is left to others it is more than there is
+  rig.arena.validate();
+}
+
+// The kernel refuses none of it, and would kill somebody when it is written.
+TEST(ArenaLimit, NoMoreIsHeldThanThereIs) {
+  ArenaOptions options = untouched();
+  options.memoryLimits = [] { return MemoryLimits{1000 * kMiB, 1000 * kMiB, 100 * kMiB}; };
+  ArenaRig rig(options);
+  const HostRange locked = rig.arena.allocate(700 * kMiB);
+  EXPECT_TRUE(locked.pinned);
+  const HostRange pageable = rig.arena.allocate(300 * kMiB, false);
+  try {
+    rig.arena.allocate(200 * kMiB, false);
+    FAIL();
+  } catch (const OutOfMemory& error) {
+    EXPECT_EQ(error.where(), OutOfMemory::Where::Host);
+    const std::string has = "has " + std::to_string(1100 * kMiB) + ", swap included";
+    EXPECT_NE(std::string(error.what()).find(has), std::string::npos) << error.what();
+  }
+  rig.arena.free(locked.data, {}); // what is cached makes way
+  EXPECT_FALSE(rig.arena.allocate(800 * kMiB, false).pinned);
+  EXPECT_EQ(rig.arena.stats().reserved, 1100 * kMiB);
+  rig.arena.free(pageable.data, {});
+  rig.arena.validate();
+}
+
 TEST(ArenaLimit, AWarningThatThrowsLeavesNothingBehind) {
   ArenaOptions options = withLimit(0);
   options.warn = [](const std::string& sentence) { throw Error(sentence); };

@@ -111,7 +111,7 @@ TEST(HostRegion, TrimGivesMemoryBackToTheSystem) {
 class FakeSystem : public testing::Test {
  protected:
   FakeSystem() : root(testing::TempDir() + "/memory_limits_" + std::to_string(getpid())) {
-    write("/proc/meminfo", "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    700 kB\n");
+    write("/proc/meminfo", "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    700 kB\nSwapTotal: 300 kB\n");
   }
   ~FakeSystem() override {
     std::filesystem::remove_all(root);
@@ -120,8 +120,9 @@ class FakeSystem : public testing::Test {
     std::filesystem::create_directories(std::filesystem::path(root + path).parent_path());
     std::ofstream(root + path) << text;
   }
-  void expect(std::size_t total, std::size_t available) const {
+  void expect(std::size_t total, std::size_t available, std::size_t swap = 300 << 10) const {
     const MemoryLimits memory = readMemoryLimits(root);
+    EXPECT_EQ(memory.swap, swap);
     EXPECT_EQ(memory.total, total);
     EXPECT_EQ(memory.available, available);
   }
@@ -134,7 +135,7 @@ TEST_F(FakeSystem, WithoutGroupsTheMachineLimits) {
 
 TEST_F(FakeSystem, WithoutAnythingNothingLimits) {
   std::filesystem::remove_all(root);
-  expect(SIZE_MAX, SIZE_MAX);
+  expect(SIZE_MAX, SIZE_MAX, SIZE_MAX);
 }
 
 TEST_F(FakeSystem, EveryGroupOfTheSecondVersionLimits) {
@@ -148,6 +149,9 @@ TEST_F(FakeSystem, EveryGroupOfTheSecondVersionLimits) {
   write("/sys/fs/cgroup/outer/memory.max", "400000\n");
   write("/sys/fs/cgroup/outer/memory.current", "350000\n");
   expect(400000, 50000);
+  write("/sys/fs/cgroup/outer/memory.swap.max", "20000\n");
+  write("/sys/fs/cgroup/outer/inner/memory.swap.max", "max\n");
+  expect(400000, 50000, 20000);
 }
 
 TEST_F(FakeSystem, AContainerShowsItsOwnGroupAtTheMount) {
@@ -179,6 +183,9 @@ TEST_F(FakeSystem, TheFirstVersionLimits) {
   write("/sys/fs/cgroup/memory/job/memory.usage_in_bytes", "500000\n");
   write("/sys/fs/cgroup/memory/job/memory.stat", "total_inactive_file 100000\ninactive_file 1\n");
   expect(800000, 400000);
+  write("/sys/fs/cgroup/memory/memory.memsw.limit_in_bytes", "9223372036854771712\n");
+  write("/sys/fs/cgroup/memory/job/memory.memsw.limit_in_bytes", "830000\n"); // memory and swap
+  expect(800000, 400000, 30000);
 }
 
 TEST(MemoryLimits, OfThisMachineIsPlausible) {

@@ -2,7 +2,10 @@
 #include "core/file.h"
 
 #include <gmock/gmock.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 
+#include "core/descriptors.h"
 #include "core_rig.h"
 #include "test_file.h"
 
@@ -45,6 +48,47 @@ TEST(File, PartsOfAllSizesAreReadWhole) {
 TEST(File, WhatCannotBeOpenedIsNamed) {
   EXPECT_EQ(messageOf([] { File("/nowhere/x"); }), "offload: can't open /nowhere/x: No such file or directory.");
   EXPECT_EQ(messageOf([] { File("/"); }), "offload: can't read tensors from /: it is not a regular file.");
+}
+
+TEST(File, MoreAreOpenThanThereWereDescriptorsAtFirst) {
+  struct rlimit before {};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const TestFile onDisk({1, 2, 3});
+  const auto few = static_cast<rlim_t>(FailingReads::lowestFree()) + 10;
+  ASSERT_GT(before.rlim_max, few + 200);
+  const struct rlimit low {
+    few, before.rlim_max
+  };
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  std::vector<std::unique_ptr<File>> files;
+  for (int k = 0; k < 100; ++k) {
+    files.push_back(std::make_unique<File>(onDisk.path()));
+  }
+  struct rlimit now {};
+  EXPECT_EQ(getrlimit(RLIMIT_NOFILE, &now), 0);
+  EXPECT_GT(now.rlim_cur, few + 90 + kDescriptorsForOthers);
+  EXPECT_EQ(now.rlim_max, before.rlim_max);
+  // At the hard limit it says so.
+  files.resize(50);
+  const auto most = static_cast<rlim_t>(FailingReads::lowestFree()) + 1;
+  const pid_t child = fork();
+  if (child == 0) {
+    const struct rlimit hard {
+      most, most
+    };
+    const bool set = setrlimit(RLIMIT_NOFILE, &hard) == 0;
+    const File last(onDisk.path());
+    try {
+      const File none(onDisk.path());
+    } catch (const Error& error) {
+      _exit(set && std::string(error.what()).find("Too many open files") != std::string::npos ? 0 : 1);
+    }
+    _exit(2);
+  }
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
 TEST(File, AReadPastTheEndSaysHowFarItCame) {

@@ -114,6 +114,24 @@ def test_shards(tmp_path, mmap, by):
 
 
 @both
+def test_more_shards_than_a_process_may_open_at_first(tmp_path, mmap):
+    count = 150
+    names = {f"t{k}": f"m-{k}.safetensors" for k in range(count)}
+    for k, (name, file) in enumerate(names.items()):
+        write(tmp_path / file, {name: torch.full((5,), float(k))})
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    loaded = passes(
+        f"""
+        import resource, torch, torch_offload
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        loaded = torch_offload.load({str(tmp_path)!r}, mmap={mmap})
+        print(all(torch.equal(loaded[f"t{{k}}"].cpu(), torch.full((5,), float(k))) for k in range({count})), len(loaded))
+        """
+    )
+    assert loaded.split() == ["True", str(count)]
+
+
+@both
 def test_a_tensor_in_two_shards_is_the_one_that_the_index_says(tmp_path, mmap):
     index, expected = shards(tmp_path)
     write(tmp_path / "m-1.safetensors", {**{name: expected[name] for name in "ab"}, "c": at(CPU, 5, seed=9)})

@@ -108,6 +108,45 @@ def test_fork_after_use_on_the_host():
 
 
 @pytest.mark.skipif(not HOST, reason="there is a device that does not survive a fork")
+def test_fork_while_other_threads_make_tensors():
+    """As data loaders do beside a thread that prepares the next batch: a child finds no lock that nobody gives back."""
+    assert passes(
+        """
+        import os, threading, time, torch, torch_offload
+        torch.set_num_threads(1)
+        weight = torch.ones(8, 8, device="offload")
+        ends = threading.Event()
+        def work():
+            for n in (10, 300, 9000):
+                torch.empty(n, device="offload").fill_(2)
+            weight @ torch.ones(8, 8)
+        def forever():
+            while not ends.is_set(): work()
+        threads = [threading.Thread(target=forever) for _ in range(2)]
+        for thread in threads: thread.start()
+        hanging = 0
+        for _ in range(100):
+            child = os.fork()
+            if child == 0:
+                work()
+                os._exit(0)
+            until = time.monotonic() + 10
+            while os.waitpid(child, os.WNOHANG)[0] == 0:
+                if time.monotonic() > until:
+                    hanging += 1
+                    os.kill(child, 9)
+                    os.waitpid(child, 0)
+                    break
+                time.sleep(0.001)
+            if hanging: break
+        ends.set()
+        for thread in threads: thread.join()
+        print(hanging)
+        """
+    ).split() == ["0"]
+
+
+@pytest.mark.skipif(not HOST, reason="there is a device that does not survive a fork")
 def test_backward_fork_backward():
     """Plain CPU PyTorch does this; a device thread of the autograd engine would forbid it."""
     child = """

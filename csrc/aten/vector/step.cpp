@@ -1,6 +1,7 @@
 #include "aten/vector/step.h"
 
 #include "aten/vector/agreement.h"
+#include "core/fork_mutex.h"
 
 #include <ATen/ScalarOps.h>
 #include <ATen/core/Tensor.h>
@@ -8,7 +9,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -162,7 +162,7 @@ bool agrees(
 /// The same, looked at once for each operation and type.
 bool isKnownToAgree(
     const ElementwiseStep& step, const Call& call, c10::ScalarType type, VectorType stored, VectorKernel kernel) {
-  static std::mutex mutex;
+  static ForkMutex mutex(ForkRank::Other);
   static std::map<std::tuple<std::string, VectorOp, VectorType>, bool> known;
   const auto key = std::tuple(step.op.schema().name(), call.op, stored);
   {

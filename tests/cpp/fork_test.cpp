@@ -1,0 +1,87 @@
+// A process that forks while its other threads use what a child goes on using.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <thread>
+
+#include "core/host_accounts.h"
+#include "core_rig.h"
+#include "test_file.h"
+
+namespace offload {
+namespace {
+
+using namespace core_test;
+using namespace std::chrono_literals;
+
+/// Forks again and again while two threads do `work`; each child does it once, and ends.
+void forkBeside(const std::function<void()>& work, int forks = 200) {
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (int k = 0; k < 2; ++k) {
+    threads.emplace_back([&] {
+      while (!stop) {
+        work();
+      }
+    });
+  }
+  bool hangs = false;
+  for (int k = 0; k < forks && !hangs; ++k) {
+    const pid_t child = fork();
+    if (child == 0) {
+      work();
+      _exit(0);
+    }
+    int status = 0;
+    const auto end = std::chrono::steady_clock::now() + 10s;
+    while (waitpid(child, &status, WNOHANG) == 0) {
+      if (std::chrono::steady_clock::now() > end) {
+        hangs = true;
+        kill(child, SIGKILL);
+        waitpid(child, &status, 0);
+        break;
+      }
+      std::this_thread::sleep_for(100us);
+    }
+    EXPECT_EQ(status, 0) << "child " << k << (hangs ? " waits for ever" : "");
+  }
+  stop = true;
+  for (auto& thread : threads) {
+    thread.join();
+  }
+}
+
+TEST(Fork, AChildAllocates) {
+  Arena arena(nullptr);
+  forkBeside([&arena] {
+    for (const std::size_t bytes : {100U, 3000U, 30000U}) {
+      arena.free(arena.allocate(bytes).data, {});
+    }
+  });
+}
+
+TEST(Fork, AChildCountsBlocks) {
+  HostAccounts accounts;
+  forkBeside([&accounts] {
+    Block block(nullptr, 100, BlockKind::Pageable, Born::Host, 0);
+    accounts.open(block);
+    accounts.claim(block, Purpose::Parameter);
+    accounts.close(block);
+  });
+  EXPECT_EQ(accounts.stats().all.bytes, 0U);
+}
+
+TEST(Fork, AChildWritesToWhatIsAFiles) {
+  const TestFile onDisk(std::vector<unsigned char>(1 << 16, 7));
+  const auto file = std::make_shared<File>(onDisk.path());
+  forkBeside([&file] {
+    FileBytes bytes(file, 100, 5000);
+    bytes.prepare(Access::Write);
+    bytes.data()[1] = std::byte{1};
+  });
+}
+
+} // namespace
+} // namespace offload
