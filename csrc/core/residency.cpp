@@ -118,6 +118,7 @@ HostLease Residency::lease(Block& block, Access access) {
   {
     Lock lock(mutex_);
     awaitIssued(lock, block);
+    hostErrors_.raise(); // of a job that was waited for: it has not written what is to be read
     expectRead(block);
     while (auto dirty = dirtyOf(block)) {
       writeHome(lock, dirty);
@@ -233,6 +234,7 @@ void Residency::awaitIssued(Lock& lock, const Block& block) {
 std::shared_ptr<Slot> Residency::awaitNewest(Lock& lock, Block& block, Extent extent, int index) {
   for (;;) {
     awaitIssued(lock, block);
+    hostErrors_.raise(); // as in lease()
     if (auto slot = find(block, extent, index)) return slot;
     const auto elsewhere = dirtyOf(block);
     if (!elsewhere) return nullptr;

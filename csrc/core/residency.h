@@ -162,7 +162,7 @@ class Residency {
   };
   /// Has `work` done on host bytes as under leases of these Blocks, each of which is named once: at once or later, by Note [Host jobs].
   /// Where anybody has a lease on one, or it is Shared, that is at once. `work` keeps the Blocks alive, and neither calls this library
-  /// nor takes the GIL; what it throws later the next fetch, lease or drain does.
+  /// nor takes the GIL; what it throws later does whoever waits for it, or the next fetch, lease or drain.
   void runLater(std::vector<Claim> claims, std::function<void()> work);
   /// Waits for all such work.
   void finishJobs() {

@@ -1,6 +1,10 @@
 // Copies of pageable memory where chunks run out, the system refuses them, calls fail, and threads meet.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <thread>
 
+#include "arena_rig.h"
 #include "bounce_rig.h"
 
 namespace offload {
@@ -62,6 +66,22 @@ TEST(BounceRing, HasMoreChunksWhereAllAreTaken) {
   taken.clear();
   EXPECT_EQ(ring.take()->data, first); // the one given back first
   EXPECT_EQ(ring.bytes(), 2 * BounceRing::kChunks * kChunk); // kept
+}
+
+TEST(BounceRing, IsNotInAForkedChild) {
+  SimLink sim({.wantsRegistration = true});
+  BounceRing ring(sim, kChunk);
+  const auto taken = ring.take();
+  ASSERT_NE(taken, nullptr);
+  auto* const page = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(taken->data) / wholePages(1) * wholePages(1));
+  EXPECT_NE(core_test::residentPages(page, 1), -1);
+  const pid_t child = fork();
+  if (child == 0) {
+    _exit(core_test::residentPages(page, 1) == -1 ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(Bounce, TheStatisticsTellTheMemoryOfAllRings) {

@@ -30,6 +30,18 @@ TEST(DeviceLease, ReadsTheBytesWithoutACopy) {
   });
 }
 
+TEST(DeviceLease, ADrainWaitsForTheKernel) {
+  onEverySeed(
+      [](Rig& rig, Stream stream) {
+        const auto block = rig.newBlock(pattern(1, 1000));
+        const auto seen = readUnderLease(rig, *block, stream);
+        EXPECT_EQ(*seen, Bytes(1000, 0));
+        rig.cache.drain(false);
+        EXPECT_EQ(*seen, pattern(1, 1000));
+      },
+      {.sim = {.bias = SimBias::Late}});
+}
+
 TEST(DeviceLease, AWriteWaitsForTheKernel) {
   onEverySeed([](Rig& rig, Stream stream) {
     const auto block = rig.newBlock(pattern(1, 1000));

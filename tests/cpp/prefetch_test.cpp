@@ -277,6 +277,24 @@ TEST_F(Prefetch, AnOrderThatCanNotBeToldIsStreamed) {
   }
 }
 
+// Each step has a part that is always the same, after which every guess is wrong: soon none is made.
+TEST_F(Prefetch, GuessesThatAreWrongAgainAndAgainAreNotMade) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    make(24, 6, seed);
+    SimRandom random(seed);
+    const auto step = [&] {
+      for (std::size_t k = 0; k < 5; ++k) use(k);
+      for (int k = 0; k < 5; ++k) use(5 + random.below(19));
+    };
+    for (int k = 0; k < 50; ++k) step();
+    const std::uint64_t wasted = stats().prefetchesWasted;
+    for (int k = 0; k < 50; ++k) step();
+    EXPECT_LE(wasted, 8U) << "seed " << seed;
+    EXPECT_LE(stats().prefetchesWasted - wasted, 5U) << "seed " << seed;
+    checkValues();
+  }
+}
+
 // Experts, some of which are asked for much more often than others: the ring finds again what came last.
 TEST_F(Prefetch, AnOrderThatCanNotBeToldLeavesWhatIsUsedOftenInTheRing) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
