@@ -152,15 +152,19 @@ at::Tensor tensorOf(c10::Storage storage, Extent extent, c10::Device target, con
   return tensorOver(std::move(storage), target.type(), offload, shift);
 }
 
-// What autograd may not save of the source it may not save of the tensors that are made while this lives.
+// The tensors that are made while this lives are inference tensors where their source is one: what autograd may not save of it, it may
+// not save of them, and within that mode those of others count writes, and their views know that it requires a gradient.
 class ModeOf {
  public:
   explicit ModeOf(const at::Tensor& offload) {
-    if (offload.is_inference() && !c10::InferenceMode::is_enabled()) inference_.emplace(true);
+    if (offload.is_inference() == c10::InferenceMode::is_enabled()) return;
+    mode_.emplace(offload.is_inference());
+    below_.emplace(); // which the end of the mode would undo
   }
 
  private:
-  std::optional<c10::InferenceMode> inference_;
+  std::optional<c10::InferenceMode> mode_;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_;
 };
 
 } // namespace

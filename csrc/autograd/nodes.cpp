@@ -8,10 +8,10 @@
 #include "compat/node_pointers.h"
 #include "compat/registration.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/index.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -147,20 +147,25 @@ auto nodeFor(const at::Tensor& input) {
   return node;
 }
 
+// PyTorch picks algorithms by it where no graph is recorded, too: matmul folds its batch.
+void requireGradientAs(const at::Tensor& self, const at::Tensor& result) {
+  if (self.requires_grad()) result.set_requires_grad(true);
+}
+
 // What was made in inference mode has no key of autograd's, and comes here at once. Outside of that mode it may have a gradient for all
 // that, where an operation has other operands.
 at::Tensor fetchPlain(const at::Tensor& self, c10::Device target) {
   at::Tensor result = fetchTo(self, target);
   if (self.is_inference() && recordsGraph()) recordFetch(self, result, target);
+  if (c10::InferenceMode::is_enabled()) requireGradientAs(self, result);
   return result;
 }
 
 void connect(const at::Tensor& self, const at::Tensor& result, c10::Device target) {
   if (needsNode(self)) {
     recordFetch(self, result, target);
-  } else if (self.requires_grad()) {
-    // PyTorch picks algorithms by it without grad mode too (matmul folds its batch).
-    result.set_requires_grad(true);
+  } else {
+    requireGradientAs(self, result);
   }
   if (const at::Tensor& tangent = self._fw_grad(0); tangent.defined()) {
     result._set_fw_grad(fetch(tangent, target), 0, false);
@@ -183,74 +188,6 @@ void recordStash(const at::Tensor& input, const at::Tensor& result, c10::Device 
   torch::autograd::set_history(result, node);
 }
 
-// On the simulated link CPU tensors play CUDA's part.
-c10::Device computedOn(const at::Tensor& result, c10::Device home) {
-  if (result.device().type() == kOffload) return c10::Device(c10::kCPU);
-  const bool simulated = result.is_cpu() && Context::get().backend() == Backend::Sim;
-  return simulated ? pairedDevice(withIndex(home).index()) : result.device();
-}
-
-at::Tensor stashPlain(const at::Tensor& self, c10::Device home) {
-  TORCH_CHECK(home.type() == kOffload, "offload: a result is stashed on an offload device, and not on ", home, ".");
-  return stashCopy(self, home, computedOn(self, home), purposeOfResult(), madeGradient.of);
-}
-
-// As the code of a compiled graph calls it, whose kernels are made for addresses that are multiples of `alignment`. Devices are
-// numbers there: what inductor generates in C++ does not compile for an operation that takes a Device.
-at::Tensor fetchCoded(const at::Tensor& self, std::int64_t type, std::int64_t index, std::int64_t alignment) {
-  const c10::Device target(static_cast<c10::DeviceType>(type), static_cast<c10::DeviceIndex>(index));
-  at::Tensor fetched = fetchTo(self, target);
-  const auto address = reinterpret_cast<std::uintptr_t>(fetched.const_data_ptr());
-  if (address % static_cast<std::uintptr_t>(alignment) == 0) return fetched;
-  const auto bytes = at::detail::computeStorageNbytes(fetched.sizes(), fetched.strides(), fetched.dtype().itemsize());
-  const auto items = static_cast<std::int64_t>(bytes / fetched.dtype().itemsize());
-  return fetched.as_strided({items}, {1}).clone().as_strided(fetched.sizes(), fetched.strides(), 0);
-}
-
-// As a compiled graph calls it, which writes to `self` no more and has no other holder of its memory that could.
-at::Tensor givePlain(const at::Tensor& self, c10::Device home) {
-  TORCH_CHECK(home.type() == kOffload, "offload: a result is given to an offload device, and not to ", home, ".");
-  if (!self.is_non_overlapping_and_dense()) return stashPlain(self, home); // with the strides of a copy, as was traced
-  return stashResult(self, home, computedOn(self, home), purposeOfResult());
-}
-
-at::Tensor stashCoded(const at::Tensor& self, std::int64_t index) {
-  return stashPlain(self, c10::Device(kOffload, static_cast<c10::DeviceIndex>(index)));
-}
-
-at::Tensor giveCoded(const at::Tensor& self, std::int64_t index) {
-  return givePlain(self, c10::Device(kOffload, static_cast<c10::DeviceIndex>(index)));
-}
-
-// As a compiled graph calls it, in place of a lookup in what a fetch gave: see Note [Lookups].
-at::Tensor lookUpPlain(const at::Tensor& self, const at::Tensor& index) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const at::Tensor rows = at::index(self, {index.reshape(-1)}); // an index without dimensions says nothing of where it computes
-  auto sizes = index.sizes().vec();
-  sizes.insert(sizes.end(), self.sizes().begin() + 1, self.sizes().end());
-  return rows.contiguous().view(sizes);
-}
-
-void writePlain(const at::Tensor& self, const at::Tensor& value) {
-  const_cast<at::Tensor&>(self).copy_(value);
-}
-
-at::Tensor fetchOfOther(const at::Tensor& self, c10::Device /*target*/) {
-  TORCH_CHECK(
-      false, "offload: fetch takes a tensor on offload, and was given one on ", self.device(),
-      ". A compiled function whose weights have been moved from offload has to be compiled again: call "
-      "torch.compiler.reset().");
-}
-
-at::Tensor fetchOfOtherCoded(
-    const at::Tensor& self, std::int64_t /*type*/, std::int64_t /*index*/, std::int64_t /*alignment*/) {
-  return fetchOfOther(self, self.device());
-}
-
-at::Tensor lookUpInOther(const at::Tensor& self, const at::Tensor& /*index*/) {
-  return fetchOfOther(self, self.device());
-}
-
 at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
   at::Tensor result;
   {
@@ -265,6 +202,18 @@ at::Tensor stashAutograd(const at::Tensor& self, c10::Device home) {
 }
 
 } // namespace
+
+// On the simulated link CPU tensors play CUDA's part.
+c10::Device computedOn(const at::Tensor& result, c10::Device home) {
+  if (result.device().type() == kOffload) return c10::Device(c10::kCPU);
+  const bool simulated = result.is_cpu() && Context::get().backend() == Backend::Sim;
+  return simulated ? pairedDevice(withIndex(home).index()) : result.device();
+}
+
+at::Tensor stashPlain(const at::Tensor& self, c10::Device home) {
+  TORCH_CHECK(home.type() == kOffload, "offload: a result is stashed on an offload device, and not on ", home, ".");
+  return stashCopy(self, home, computedOn(self, home), purposeOfResult(), madeGradient.of);
+}
 
 // A backward that records no graph makes gradients alone; one that does may also be computing a checkpoint's activations anew.
 Purpose purposeOfResult() {
@@ -281,7 +230,9 @@ namespace {
 
 // Of what was fetched below autograd by a call that may come from anywhere.
 void connectIfWanted(const at::Tensor& offload, const at::Tensor& result, c10::Device target) {
-  if (offload.is_inference()) { // as of fetchPlain()
+  if (c10::InferenceMode::is_enabled()) { // as of fetchPlain()
+    requireGradientAs(offload, result);
+  } else if (offload.is_inference()) {
     if (recordsGraph()) recordFetch(offload, result, target);
   } else if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality)) {
     connect(offload, result, target);
@@ -417,19 +368,8 @@ void carryOver(torch::Library& m) {
   m.impl("stash", torch::CppFunction::makeFallthrough());
 }
 
-// Of tensors of the devices that compute.
+// Sparse tensors that are compressed are refused by it.
 void takePlain(torch::Library& m) {
-  m.impl("fetch", fetchOfOther);
-  m.impl("fetch.coded", fetchOfOtherCoded);
-  m.impl("look_up", lookUpInOther);
-  m.impl("stash", stashPlain);
-  m.impl("stash.coded", stashCoded);
-  m.impl("give", givePlain);
-  m.impl("give.coded", giveCoded);
-}
-
-// Those that are compressed are refused by it.
-void takeSparse(torch::Library& m) {
   m.impl("stash", stashPlain);
 }
 
@@ -451,11 +391,7 @@ OFFLOAD_LIBRARY_IMPL(offload, Named, m) {
 
 OFFLOAD_LIBRARY_IMPL(offload, PrivateUse1, m) {
   m.impl("fetch", fetchPlain);
-  m.impl("fetch.coded", fetchCoded);
-  m.impl("look_up", lookUpPlain);
   m.impl("stash", stashPlain);
-  m.impl("stash.coded", stashCoded);
-  m.impl("write_", writePlain);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparsePrivateUse1, m) {
@@ -476,19 +412,19 @@ OFFLOAD_LIBRARY_IMPL(offload, CUDA, m) {
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCPU, m) {
-  takeSparse(m);
+  takePlain(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCUDA, m) {
-  takeSparse(m);
+  takePlain(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCsrCPU, m) {
-  takeSparse(m);
+  takePlain(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, SparseCsrCUDA, m) {
-  takeSparse(m);
+  takePlain(m);
 }
 
 OFFLOAD_LIBRARY_IMPL(offload, Autograd, m) {

@@ -30,6 +30,12 @@ at::Tensor withGradientFrom(const at::Tensor& offload, c10::Device computed);
 /// target of fetchTo() that it was made on: its gradient goes back there.
 at::Tensor stash(const at::Tensor& result, c10::Device home, c10::Device computed);
 
+/// A copy on offload of a value from anywhere, below autograd.
+at::Tensor stashPlain(const at::Tensor& self, c10::Device home);
+
+/// The target of fetchTo() that a plain tensor, which goes to `home`, was made on.
+c10::Device computedOn(const at::Tensor& result, c10::Device home);
+
 /// Has `write` give an offload tensor the value of `work`, which an operation has computed from it on `computed`, and gives it its
 /// history; where it can. copy_ would add to the gradient the zeros of what was written over, and they change the sign of a zero.
 bool rewrite(const at::Tensor& offload, const at::Tensor& work, c10::Device computed, c10::function_ref<void()> write);

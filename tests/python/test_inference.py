@@ -150,6 +150,53 @@ def test_parameters_written_in_inference_mode():
     same(run)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("bias", [True, False])
+def test_algorithms_are_chosen_by_the_weights_gradient(mode, bias):
+    """matmul folds a batch whose rows lie apart only where the weight requires no gradient, and sums in another order then."""
+
+    def run(device):
+        layer = nn.Linear(10, 3, bias=bias).to(device)
+        x = torch.randn(4, 4, 10).to(COMPUTE).transpose(0, 1)
+        with mode():
+            return layer(x), torch.matmul(x, layer.weight.t()), torch.nn.functional.embedding(torch.tensor(0), layer.weight)
+
+    same(run)
+
+
+class CountsIn(torch.autograd.Function):
+    """Writes to an operand that outlives the mode, by a view or marked as what it returns, or not."""
+
+    @staticmethod
+    def forward(ctx, x, seen, how):
+        if how == "marked":
+            ctx.mark_dirty(seen)
+        if how == "out":
+            torch.add(seen, 1, out=seen)
+        elif how == "part":
+            seen[1:].add_(1)
+        else:
+            seen.add_(1)
+        return (x * 2, seen) if how == "marked" else x * 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", ["whole", "part", "out", "marked"])
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "view", "view made within"])
+def test_a_functions_writes_to_what_was_made_outside_come_home(mode, how, kind):
+    def run(device):
+        whole = torch.arange(6.0).to(device)
+        written = nn.Parameter(whole) if kind == "parameter" else whole[1:5] if kind == "view" else whole
+        with mode():
+            operand = written[2:] if kind == "view made within" else written
+            CountsIn.apply(torch.ones(3).to(COMPUTE), operand, how)
+            beside = torch.zeros(()).to(COMPUTE) + written  # as the device has it
+        versions = written._version
+        return [beside, written.detach().cpu(), whole.cpu(), written.detach() * 2, versions]
+
+    same(run)
+
+
 def test_no_grad_then_training():
     def run(device):
         layer = nn.Linear(4, 4).to(device)
