@@ -34,9 +34,10 @@ UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empt
 
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 
-# Beside the first of these, where a few samples are asked for. Complex numbers find what takes a conjugate for its values, others what
-# converts, or has no kernel for them on one of the devices. Whole runs, and with them the published tables, are of one dtype.
-OTHERS = {torch.complex64: 2, torch.bfloat16: 1, torch.int64: 1}  # with how many samples
+# Beside the first of these, where a few samples are asked for, and how many of each. Complex numbers find what takes conjugates
+# for its values, others what converts, or has no kernel for them on one of the devices. Whole runs, and with them the published
+# tables, are of one dtype.
+OTHERS = {torch.complex64: 2, torch.bfloat16: 1, torch.int64: 1}
 
 
 try:

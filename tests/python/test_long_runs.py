@@ -34,6 +34,9 @@ def train_both(nets, step_of, budget=None):
     torch_offload.set_ring_bytes(2 * WEIGHT)
     if budget is not None:
         torch_offload.set_budget(budget)
+    torch.offload.reset_peak_memory_stats()
+    if GPU and not SIM:
+        torch.cuda.reset_peak_memory_stats()
     sizes = {}
     try:
         with deterministic():
@@ -49,7 +52,10 @@ def train_both(nets, step_of, budget=None):
                     assert_same(*(list(net.parameters()) for net in nets), f"weights after step {step}")
                     sizes[step] = held()
         # The most that there was at once depends on who came first, by a layer.
-        assert sizes[500].pop("device.slot_bytes.peak") <= sizes[100].pop("device.slot_bytes.peak") + WEIGHT, sizes
+        early, late = (sizes[step].pop("device.slot_bytes.peak") for step in (100, 500))
+        assert late <= early + WEIGHT, (early, late)
+        if budget is not None:  # and the ring, and of one layer the weight, the gradient and what it is made of
+            assert 0 < late <= budget + 4 * WEIGHT, (late, budget)
         assert sizes[500] == sizes[100], sizes
         assert torch_offload.memory_stats()["device.pinned_slot_bytes.current"] == 0
     finally:
