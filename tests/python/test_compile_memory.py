@@ -228,12 +228,86 @@ def test_kernels_know_that_what_is_fetched_is_aligned():
         torch.testing.assert_close(step(memory[row]), function(memory[row]))
 
 
+# What is made of weights alone, element by element or in another layout, and multiplied with activations.
+MADE_OF_A_WEIGHT = {
+    "a batch of matrices": lambda x, w: x @ w.view(4, 64, 64),
+    "experts": lambda x, w: torch.einsum("ti,eio->teo", x, w.view(4, 64, 64)),
+    "a transposed copy": lambda x, w: x @ w.view(4, 64, 64).transpose(0, 1).reshape(64, 256),
+    "a product": lambda x, w: x @ (w.view(64, 256) * 0.5 + 1),
+    "a mask": lambda x, w: x @ torch.where(w.view(64, 256) > 0, w.view(64, 256), 0.0),
+    "a cast and back": lambda x, w: x @ w.view(64, 256).to(torch.bfloat16).float(),
+    "of offload tensors alone": lambda x, w: x @ (w.to(torch.bfloat16).float() * w.new_ones(1)).view(64, 256),
+}
+
+
+@pytest.mark.parametrize("made", MADE_OF_A_WEIGHT)
+@pytest.mark.parametrize("backend", [*BACKENDS, "aot_eager_default_partitioner"])
+def test_what_is_made_of_weights_alone_is_not_saved(backend, made):
+    """On the device it would take as much as the weight does, or more."""
+    function = MADE_OF_A_WEIGHT[made]
+    w, x = at(OFFLOAD, 4 * 64 * 64).requires_grad_(), data(3, 64).requires_grad_()
+    step = compiled(function, backend)
+    saved = []
+
+    def pack(tensor):
+        if tensor.numel() >= w.numel():
+            saved.append((tensor.device.type, tensor.numel()))
+        return tensor
+
+    def train(step, x, w):
+        y = step(x, w)
+        (y * torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)).sum().backward()
+        return y, x.grad, w.grad.to(COMPUTE)
+
+    plain = x.detach().requires_grad_(), w.detach().to(COMPUTE).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        actual = train(step, x, w)
+    assert {device for device, _ in saved} == {"offload"}
+    assert len(saved) == 1 or backend == "aot_eager_default_partitioner", saved  # which keeps a mask there, too
+    torch.testing.assert_close(actual, train(compiled(function, backend), *plain), rtol=1e-4, atol=1e-4)
+
+
+class Unpacked(nn.Module):
+    """A weight of one byte an element, with a scale for each row."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-9, 9, (width, width), dtype=torch.int8))
+        self.scale = nn.Parameter(torch.full((width, 1), 0.02))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale).tanh()
+
+
+class Experts(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, width, width) * 0.05)
+
+    def forward(self, x):
+        return torch.einsum("bti,eio->bteo", x, self.weight).tanh().sum(2)
+
+
+STACKED = {
+    "linear": lambda width: nn.Sequential(nn.Linear(width, width), nn.GELU()),
+    "encoder": lambda width: nn.TransformerEncoderLayer(width, 4, width, 0.0, batch_first=True, norm_first=True),
+    "unpacked": Unpacked,
+    "experts": Experts,
+}
+
+
 @pytest.mark.skipif(HOST, reason="there is no cache")
+@pytest.mark.parametrize("kind", STACKED)
+@pytest.mark.parametrize("input_grad", [True, False], ids=["x.grad", "no x.grad"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_graph_holds_a_few_weights_at_a_time(backend, training):
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(12)]).to(OFFLOAD)
-    step, x, ring = compiled(model, backend), data(4, 256), 1 << 20
+def test_a_graph_holds_a_few_weights_at_a_time(backend, training, input_grad, kind):
+    if (backend, kind) == ("aot_eager", "unpacked"):
+        pytest.skip("as in eager mode, what is unpacked is a result on offload: four times the bytes")
+    torch.manual_seed(0)
+    width, ring = 512 if kind == "unpacked" else 256, 1 << 20  # three times as many bytes, or more
+    model = nn.Sequential(*[STACKED[kind](width) for _ in range(12)]).to(OFFLOAD)
+    step, x = compiled(model, backend), data(1, 3, width).requires_grad_(input_grad)
     before = torch.offload.get_ring_bytes()
     torch.offload.set_budget(0), torch.offload.set_ring_bytes(ring)
     try:
@@ -248,7 +322,10 @@ def test_a_graph_holds_a_few_weights_at_a_time(backend, training):
         peak = torch.offload.memory_stats()["device.slot_bytes.peak"]
     finally:
         torch.offload.set_budget("auto"), torch.offload.set_ring_bytes(before)
-    assert 0 < peak <= 1.1 * ring
+    # The ring, which a fetch may exceed up to twice its bytes, and what the operation that runs holds.
+    largest, whole = (of(t.nbytes for t in model.state_dict().values()) for of in (max, sum))
+    bound = max(ring, 2 * largest) + 2 * largest
+    assert 0 < peak <= bound <= 2 * whole / 3, (peak, bound, whole)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

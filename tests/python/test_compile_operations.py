@@ -73,6 +73,15 @@ def test_opcheck_of_stashes_in_generated_code():
         assert_same(result, data(4, 3))
 
 
+@pytest.mark.parametrize("name", ["fetch", "look_up", "stash", "give", "write_"])
+def test_tags(name):
+    """A graph may hold them, and one that inductor captures leaves them out where this package doesn't know better."""
+    packet = getattr(torch.ops.offload, name)
+    for overload in packet.overloads():
+        tags = set(getattr(packet, overload).tags)
+        assert {torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe} <= tags, overload
+
+
 @pytest.mark.parametrize("place", [COMPUTE, OFFLOAD], ids=["beside", "alone"])
 def test_generated_code_may_be_cpp(place):
     """It names devices by numbers, as the C++ that inductor generates does not compile where an operation takes a device."""

@@ -217,3 +217,29 @@ def test_a_write_that_is_no_new_value_is_refused():
         "new value; call it outside the compiled function.",
         lambda: OnDevice()(torch.fx.GraphModule({}, graph)),
     )
+
+
+OVERLAPPING = {
+    "two parts, both written": (lambda big: (big[:5], big[3:]), lambda a, b, x: (a.mul_(2), b.add_(x))),
+    "a part is written": (lambda big: (big, big[3:]), lambda a, b, x: b.add_(x)),
+    "the whole is written": (lambda big: (big, big[3:]), lambda a, b, x: a.add_(x)),
+    "a flat one is written": (lambda big: (big.view(-1), big[2]), lambda a, b, x: a.sub_(a * 0.1)),
+    "a row is replaced": (lambda big: (big, big[2]), lambda a, b, x: b.copy_(x)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", OVERLAPPING)
+def test_inputs_that_overlap(how, backend):
+    parts, write = OVERLAPPING[how]
+
+    def function(a, b, x):
+        write(a, b, x)
+        return a.sum() + b.sum(), b * x
+
+    step, x = compiled(function, backend), data(4)
+    big, plain = at(OFFLOAD, 8, 4), at(COMPUTE, 8, 4)
+    for _ in range(2):
+        actual, expected = step(*parts(big), x), function(*parts(plain), x)
+        torch.testing.assert_close([value.to(COMPUTE) for value in actual], list(expected))
+        torch.testing.assert_close(big.to(COMPUTE), plain)

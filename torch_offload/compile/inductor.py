@@ -14,7 +14,10 @@ that it generates touch none of their bytes, which copies may be writing at the 
     each call, and where a weight can't be captured (`captures`). And a part returns none of its offload inputs, as it would
     what others read behind it: their caller has them;
   - with `freezing` weights are constants of a graph, and fetches of them are not computed beforehand: they would stay for ever.
-    These are the eight overrides here, which hold for 2.11 to 2.15, and all or none of which are made. A ninth is made when
+  - bytes on offload are no memory of the device. Inductor orders a graph by what its steps take and give up: where a fetch seems to
+    give up its operand, the order that has all fetches first is as good as any;
+  - a graph that writes to inputs which overlap keeps its order: PyTorch 2.11 moves a step past one that writes into the same copy.
+    These are the eleven overrides here, which hold for 2.11 to 2.15, and all or none of which are made. Another is made when
     inductor first makes CUDA graphs (`captures`);
   - what is left of operations on offload tensors is moved to the device (`on_device`);
   - a kernel over offload tensors is refused.
@@ -29,7 +32,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch._inductor import compile_fx, config
+from torch._inductor import compile_fx, config, memory
 from torch._inductor.codegen.common import register_backend_for_device
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
@@ -78,6 +81,14 @@ def _is_on_offload(buffer: Any) -> bool:
     return device is not None and device.type == "offload"
 
 
+def _writes_a_part(node: Any) -> bool:
+    """Of what inputs that overlap are parts of, as PyTorch traces a write to one."""
+    aten = torch.ops.aten
+    if node.target is aten.copy_.default:
+        return getattr(node.args[0], "target", None) is aten.as_strided.default
+    return node.target is aten.as_strided_scatter.default
+
+
 def _original(owner: Any, name: str, *parameters: str) -> Callable[..., Any]:
     function = getattr(owner, name)
     if (found := tuple(inspect.signature(function).parameters)) != parameters:
@@ -93,6 +104,13 @@ def _override() -> None:
     cuts = _original(Scheduler, "should_partition", "self", "node")
     signatures_of = _original(Scheduler, "get_graph_partition_signature", "self", "partitions", "skip_cudagraphs")
     fold = _original(ConstantFolder, "run_node", "self", "node")
+    sizes_of = _original(memory, "compute_size_for_scheduler_buffer", "name_to_buf")
+    freeable = _original(memory, "get_freeable_input_buf", "nodes", "graph_inputs")
+    reorder = _original(
+        memory,
+        "reorder_for_peak_memory",
+        *["nodes", "name_to_buf", "name_to_fused_node", "graph_inputs", "graph_outputs", "methods"],
+    )
     graphed = compile_fx.cudagraphify
 
     @functools.wraps(count)
@@ -147,6 +165,27 @@ def _override() -> None:
     def run_node(self: ConstantFolder, node: Any) -> Any:
         return self.unknown_value if node.target is FETCH else fold(self, node)
 
+    @functools.wraps(sizes_of)
+    def compute_size_for_scheduler_buffer(name_to_buf: dict[str, Any]) -> dict[str, tuple[int, int]]:
+        found = sizes_of(name_to_buf)
+        return {name: (0, 0) if _is_on_offload(name_to_buf[name].node) else size for name, size in found.items()}
+
+    @functools.wraps(freeable)
+    def get_freeable_input_buf(nodes: list[Any], graph_inputs: Any) -> dict[str, Any]:
+        found = freeable(nodes, graph_inputs)
+        for name, buffer in found.items():
+            operand = V.graph.graph_inputs.get(name)
+            if operand is not None and _is_on_offload(operand):
+                buffer.mpi_buffer.size_free = 0
+        return found
+
+    @functools.wraps(reorder)
+    def reorder_for_peak_memory(nodes: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        traced = list(V.graph.module.graph.nodes)
+        if home_of(traced) is not None and any(map(_writes_a_part, traced)):
+            return nodes
+        return reorder(nodes, *args, **kwargs)
+
     @functools.wraps(graphed)
     def cudagraphify(*args: Any, **kwargs: Any) -> Any:
         captures.follow()
@@ -160,6 +199,9 @@ def _override() -> None:
     post_grad.get_all_devices = get_all_devices
     PythonWrapperCodegen.codegen_free = codegen_free
     ConstantFolder.run_node = run_node
+    memory.compute_size_for_scheduler_buffer = compute_size_for_scheduler_buffer
+    memory.get_freeable_input_buf = get_freeable_input_buf
+    memory.reorder_for_peak_memory = reorder_for_peak_memory
 
 
 def _never_reuse(name: str) -> None:

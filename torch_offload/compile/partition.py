@@ -2,9 +2,9 @@
 
 A compiled graph saves what its backward needs. Of a weight that is the weight, on offload, and not what was fetched: all of
 them together would fill the GPU memory that offload is there to spare. PyTorch's partitioners have a mark for values that are
-computed again, and every fetch gets it, and what is a view or a cast of it, as autocast makes one of every weight; except of an
-input that the graph itself writes to, which has another value by then: that is kept as it was, and so is what the graph has
-made of it on offload.
+computed again, and every fetch gets it, and what follows from weights alone, element by element: views, copies in another layout,
+casts, as autocast makes one of every weight, and weights that are unpacked. Except of an input that the graph itself writes to,
+which has another value by then: that is kept as it was, and so is what the graph has made of it on offload.
 """
 
 import functools
@@ -19,16 +19,37 @@ from torch.utils.checkpoint import CheckpointPolicy
 _ASKER = "torch._functorch._activation_checkpointing.remat_using_tags_for_fwd_loss_bwd_graph_pass"
 
 
-_CASTS = {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+_SAME_VALUES = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.clone.default,
+    torch.ops.prims.convert_element_type.default,
+}
+
+
+def _is_elementwise(node: Any) -> bool:
+    from torch_offload.compile import graphs  # the operations that it names are registered by now
+
+    if node.target is graphs.STASH or node.target in _SAME_VALUES or getattr(node.target, "is_view", False):
+        return True
+    return _is_the_same_again(node) and torch.Tag.pointwise in node.target.tags
+
+
+def _is_the_same_again(node: Any) -> bool:
+    operation = node.target
+    if not isinstance(operation, torch._ops.OpOverload) or operation._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in operation.tags
 
 
 def _compute_again(graph: Any, fetches: list[Any]) -> None:
-    """Marks these, and what has their values in another shape or dtype, but for what the user has marked."""
-    again = set(fetches)
+    """Marks these, and what follows from them alone, element by element; but for what the user has marked."""
+    again, constants = set(fetches), set()
     for node in graph.nodes:
-        inputs = node.all_input_nodes
-        follows = node.target in _CASTS or getattr(node.target, "is_view", False)
-        if follows and inputs and again.issuperset(inputs) and "recompute" not in node.meta:
+        inputs = set(node.all_input_nodes)
+        if not inputs and _is_the_same_again(node):
+            constants.add(node)
+        elif inputs & again and inputs <= again | constants and "recompute" not in node.meta and _is_elementwise(node):
             again.add(node)
     for node in again:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
