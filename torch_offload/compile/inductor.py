@@ -14,9 +14,10 @@ that it generates touch none of their bytes, which copies may be writing at the 
     each call, and where a weight can't be captured (`captures`). And a part returns none of its offload inputs, as it would
     what others read behind it: their caller has them;
   - with `freezing` weights are constants of a graph, and fetches of them are not computed beforehand: they would stay for ever.
-  - bytes on offload are no memory of the device. Inductor orders a graph by what its steps take and give up: where a fetch seems to
-    give up its operand, the order that has all fetches first is as good as any;
-  - a graph that writes to inputs which overlap keeps its order: PyTorch 2.11 moves a step past one that writes into the same copy.
+  - bytes on offload are no memory of the device. Inductor orders a graph by what its steps take and give up: if a fetch seems
+    to give up its operand, the order that has all fetches first is as good as any;
+  - a graph that writes to inputs which overlap keeps its order: PyTorch 2.11 moves a step past one that writes into the same
+    copy.
     These are the eleven overrides here, which hold for 2.11 to 2.15, and all or none of which are made. Another is made when
     inductor first makes CUDA graphs (`captures`);
   - what is left of operations on offload tensors is moved to the device (`on_device`);

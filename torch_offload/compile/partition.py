@@ -2,7 +2,7 @@
 
 A compiled graph saves what its backward needs. Of a weight that is the weight, on offload, and not what was fetched: all of
 them together would fill the GPU memory that offload is there to spare. PyTorch's partitioners have a mark for values that are
-computed again, and every fetch gets it, and what follows from weights alone, element by element: views, copies in another layout,
+computed again. Every fetch gets it, and what follows from weights alone, element by element: views, copies in another layout,
 casts, as autocast makes one of every weight, and weights that are unpacked. Except of an input that the graph itself writes to,
 which has another value by then: that is kept as it was, and so is what the graph has made of it on offload.
 """
