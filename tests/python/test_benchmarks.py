@@ -213,10 +213,21 @@ FED = [
         ),
         (
             "overhead",
-            [[call("linear_without_bias", 5.0), call("multiply", 15.0), call("fetch", 99.0), call("multiply", 19.0, "grad")]],
+            [
+                [
+                    call("linear_without_bias", 5.0),
+                    call("multiply", 15.0),
+                    call("fetch", 99.0),
+                    call("multiply", 19.0, "grad"),
+                ]
+            ],
             [],
         ),
-        ("overhead", [[call("linear_without_bias", 5.1)]], ["linear_without_bias costs the host 5.1 us more, and not 5.0."]),
+        (
+            "overhead",
+            [[call("linear_without_bias", 5.1)]],
+            ["linear_without_bias costs the host 5.1 us more, and not 5.0."],
+        ),
         ("overhead", [[call("multiply", 15.1)]], ["multiply costs the host 15.1 us more, and not 15.0."]),
         ("autocast", [[lowered("forward", 0.98), lowered("accumulation", None)]], []),
         ("autocast", [[lowered("forward", 0.979)]], ["forward, offload: 0.979 of the ideal, and not 0.98."]),

@@ -159,7 +159,8 @@ def test_algorithms_are_chosen_by_the_weights_gradient(mode, bias):
         layer = nn.Linear(10, 3, bias=bias).to(device)
         x = torch.randn(4, 4, 10).to(COMPUTE).transpose(0, 1)
         with mode():
-            return layer(x), torch.matmul(x, layer.weight.t()), torch.nn.functional.embedding(torch.tensor(0), layer.weight)
+            rows = torch.nn.functional.embedding(torch.tensor([0]).to(COMPUTE), layer.weight)
+            return layer(x), torch.matmul(x, layer.weight.t()), rows
 
     same(run)
 

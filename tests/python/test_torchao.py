@@ -204,9 +204,15 @@ def test_an_optimizer_with_quantised_state():
             optimizer.step()
         state = optimizer.state[weight]
         assert state["exp_avg"].codes.device.type == weight.device.type == device.type
-        return weight, state["exp_avg"].codes, state["exp_avg_sq"].codes
+        values = weight.detach(), state["exp_avg"].codes, state["exp_avg_sq"].codes
+        return [value.to(COMPUTE) for value in values]
 
-    same(run)
+    # Kernels that are generated for another graph may round a last bit otherwise, and a code then.
+    (weight, *codes), (expected, *expected_codes) = run(OFFLOAD), run(COMPUTE)
+    torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-4)
+    for one, other in zip(codes, expected_codes, strict=True):
+        assert (one.int() - other.int()).abs().max() <= 1
+        assert (one != other).float().mean() <= 0.01
 
 
 class SavesItsWeight(torch.autograd.Function):
