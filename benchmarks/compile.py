@@ -1,7 +1,8 @@
 """torch.compile over blocks of the Llama-3-8B shape in bfloat16: inductor's code with weights on the GPU and on offload.
 
 Forward through 12 blocks, and forward and backward through 8, each with few tokens, which the link bounds, and with many.
-Each model is compiled for each number of tokens, in turns, with nothing taken from a cache. Of the compilations it prints the
+Each model is compiled for each number of tokens, in turns, with nothing taken from a cache, and without Python's garbage
+collector, whose pauses of up to a second come whenever. Of the compilations it prints the
 least of the seconds until the first step is done, as of those of one model some take a third longer than others, less its
 median step later, and the kernels that inductor generated; of the compiled model the time of a step beside
 
@@ -12,6 +13,7 @@ model: the output, or all gradients, these in a compilation of their own under d
 gradients differ from run to run without. Nothing stays on the GPU from one step to the next.
 """
 
+import gc
 import os
 import sys
 import time
@@ -86,10 +88,16 @@ def compiled(model: nn.Module, make_step: Callable, x: Tensor) -> tuple[Callable
     """A step of the compiled model, the output of its first, the seconds that this took, and the number of kernels."""
     metrics.reset()
     step = make_step(torch.compile(model, fullgraph=True, dynamic=False), x)
-    begin = time.perf_counter()
-    output = step()
-    synchronize()
-    return step, output, time.perf_counter() - begin, metrics.generated_kernel_count
+    gc.collect()
+    gc.disable()
+    try:
+        begin = time.perf_counter()
+        output = step()
+        synchronize()
+        seconds = time.perf_counter() - begin
+    finally:
+        gc.enable()
+    return step, output, seconds, metrics.generated_kernel_count
 
 
 def deterministic_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:

@@ -3,7 +3,7 @@
 #include <pthread.h>
 
 #include <array>
-#include <unordered_set>
+#include <set>
 
 namespace offload {
 namespace {
@@ -45,7 +45,7 @@ class Registry {
   }
 
   std::mutex mutex_; // innermost but for a fork, which takes it first
-  std::array<std::unordered_set<ForkMutex*>, kRanks> byRank_;
+  std::array<std::set<ForkMutex*>, kRanks> byRank_; // of one rank always in the same order
 };
 
 } // namespace

@@ -75,9 +75,8 @@ TEST(Fork, AChildCountsBlocks) {
 
 TEST(Fork, AChildWritesToWhatIsAFiles) {
   const TestFile onDisk(std::vector<unsigned char>(1 << 16, 7));
-  const auto file = std::make_shared<File>(onDisk.path());
-  forkBeside([&file] {
-    FileBytes bytes(file, 100, 5000);
+  forkBeside([path = onDisk.path()] {
+    FileBytes bytes(std::make_shared<File>(path), 100, 5000);
     bytes.prepare(Access::Write);
     bytes.data()[1] = std::byte{1};
   });

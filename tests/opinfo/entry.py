@@ -345,7 +345,9 @@ class Entry(Findings):
                     self.check("backward", call, sample, True)
                 if self.info.inplace_variant is not None and not sample.broadcasts_input:
                     self.check("inplace", call, sample, differentiable and self.info.supports_inplace_autograd)
-                if self.info.supports_out and not self.info.name.startswith("_foreach"):
+                # The host, whose affair it is, may want out= tensors of another type than a GPU gives of bfloat16.
+                takes_out = self.info.supports_out and not (GPU and dtype == torch.bfloat16)
+                if takes_out and not self.info.name.startswith("_foreach"):
                     self.check_out(call, sample)
                 try:
                     spread = sample.noncontiguous()
