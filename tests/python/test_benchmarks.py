@@ -146,6 +146,10 @@ def lowered(part: str, ratio: float | None, equal: bool = True) -> dict[str, Any
     return {"part": part, "tokens": 2048, "variant": "offload", "ratio": ratio, "equal": equal}
 
 
+def streamed(prefetch: bool, ratio: float, size: int = 1 << 20, equal: bool = True) -> dict[str, Any]:
+    return {"size": size, "prefetch": prefetch, "ratio": ratio, "equal": equal}
+
+
 def stepped(algorithm: str, median: float, place: str = "offload") -> dict[str, Any]:
     return {"place": place, "algorithm": algorithm, "median": median}
 
@@ -235,6 +239,20 @@ FED = [
             "autocast",
             [[lowered("accumulation", None, equal=False)]],
             ["accumulation of 2048 tokens, offload: other bits than the resident model's."],
+        ),
+        ("batches", [[streamed(False, 0.86), streamed(True, 0.95), streamed(True, 0.1, size=1 << 16)]], []),
+        (
+            "batches",
+            [[streamed(False, 0.96), streamed(True, 0.955, equal=False)]],
+            [
+                "the sum of weights of 1024 KiB is wrong.",
+                "weights of 1 MiB: 0.955 of the link's rate, and not 0.95, or 0.960 as without.",
+            ],
+        ),
+        (
+            "batches",
+            [[streamed(False, 0.86), streamed(True, 0.949)]],
+            ["weights of 1 MiB: 0.949 of the link's rate, and not 0.95, or 0.860 as without."],
         ),
         ("optimizer", [ALONE, TRAINED], []),
         (
