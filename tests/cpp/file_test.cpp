@@ -55,21 +55,21 @@ TEST(File, MoreAreOpenThanThereWereDescriptorsAtFirst) {
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
   const TestFile onDisk({1, 2, 3});
   const auto few = static_cast<rlim_t>(FailingReads::lowestFree()) + 10;
-  ASSERT_GT(before.rlim_max, few + 200);
+  ASSERT_GT(before.rlim_max, few + 100);
   const struct rlimit low {
     few, before.rlim_max
   };
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
   std::vector<std::unique_ptr<File>> files;
-  for (int k = 0; k < 100; ++k) {
+  for (int k = 0; k < 24; ++k) {
     files.push_back(std::make_unique<File>(onDisk.path()));
   }
   struct rlimit now {};
   EXPECT_EQ(getrlimit(RLIMIT_NOFILE, &now), 0);
-  EXPECT_GT(now.rlim_cur, few + 90 + kDescriptorsForOthers);
+  EXPECT_GT(now.rlim_cur, few + 14 + kDescriptorsForOthers);
   EXPECT_EQ(now.rlim_max, before.rlim_max);
   // At the hard limit it says so.
-  files.resize(50);
+  files.resize(12);
   const auto most = static_cast<rlim_t>(FailingReads::lowestFree()) + 1;
   const pid_t child = fork();
   if (child == 0) {
