@@ -81,6 +81,7 @@ TEST(File, MoreAreOpenThanThereWereDescriptorsAtFirst) {
     try {
       const File none(onDisk.path());
     } catch (const Error& error) {
+      files.clear(); // a sanitizer that looks at the error takes a descriptor for that
       _exit(set && std::string(error.what()).find("Too many open files") != std::string::npos ? 0 : 1);
     }
     _exit(2);
