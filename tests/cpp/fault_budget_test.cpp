@@ -4,13 +4,7 @@
 namespace offload {
 namespace {
 
-using namespace core_test;
-
-constexpr std::size_t kPlenty = 1 << 20;
-
-void withBudget(CoreOptions& options) {
-  options.cache.budgetBytes = kPlenty;
-}
+using namespace fault_test;
 
 void withLittle(CoreOptions& options) {
   options.cache.budgetBytes = kBytes + kBytes / 2;
@@ -25,8 +19,6 @@ void onTwoDevices(CoreOptions& options) {
   options.cache.budgetBytes = kPlenty;
   options.sim.devices = 2;
 }
-
-void nothing(Faulty& /*on*/) {}
 
 void stay(Faulty& on) {
   on.rig.cache.fetch(*on.one, {0, kBytes}, on.stream);

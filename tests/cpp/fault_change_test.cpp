@@ -4,19 +4,11 @@
 namespace offload {
 namespace {
 
-using namespace core_test;
-
-constexpr std::size_t kPlenty = 1 << 20;
-
-void withBudget(CoreOptions& options) {
-  options.cache.budgetBytes = kPlenty;
-}
+using namespace fault_test;
 
 void whenWanted(CoreOptions& options) {
   options.cache.hostJobs = HostJobs::When::Wanted;
 }
-
-void nothing(Faulty& /*on*/) {}
 
 void fetchBoth(Faulty& on) {
   on.rig.cache.fetch(*on.one, {0, kBytes}, on.stream);

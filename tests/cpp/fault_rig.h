@@ -9,9 +9,12 @@
 #include "core_rig.h"
 #include "test_file.h"
 
-namespace offload::core_test {
+namespace offload::fault_test {
+
+using namespace core_test;
 
 inline constexpr std::size_t kBytes = 1000;
+inline constexpr std::size_t kPlenty = 1 << 20;
 
 enum class Memory { Pinned, Pageable, File };
 
@@ -54,6 +57,12 @@ struct Scenario {
   std::function<void(Faulty&)> operation;
   std::function<void(CoreOptions&)> adjust = [](CoreOptions&) {};
 };
+
+inline void nothing(Faulty& /*on*/) {}
+
+inline void withBudget(CoreOptions& options) {
+  options.cache.budgetBytes = kPlenty;
+}
 
 inline CoreOptions faultOptions(const Scenario& scenario, std::uint64_t seed, Memory memory) {
   CoreOptions options;
@@ -134,4 +143,4 @@ inline void failEachCall(const Scenario& scenario, std::uint64_t seed, Memory me
   }
 }
 
-} // namespace offload::core_test
+} // namespace offload::fault_test

@@ -5,10 +5,9 @@
 namespace offload {
 namespace {
 
-using namespace core_test;
+using namespace fault_test;
 
 const std::vector<Scenario>& scenarios() {
-  static const auto nothing = [](Faulty&) {};
   static const auto fetch = [](Faulty& on) { on.pin = on.rig.cache.fetch(*on.one, {0, kBytes}, on.stream); };
   static const auto unpinned = [](Faulty& on) { on.rig.cache.fetch(*on.one, {0, kBytes}, on.stream); };
   static const auto store = [](Faulty& on) {

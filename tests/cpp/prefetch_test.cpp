@@ -1,74 +1,10 @@
-// Copies ahead of the fetches that the Schedule expects: that they come, that they are right, and what a wrong guess costs.
-#include "core_rig.h"
+// Copies ahead of the fetches that the Schedule expects: that they come, and that they are right.
+#include "prefetch_rig.h"
 
 namespace offload {
 namespace {
 
-using namespace core_test;
-
-constexpr std::size_t kBytes = 4096;
-
-class Prefetch : public ::testing::Test {
- protected:
-  void make(
-      std::size_t layers, std::size_t slots, std::uint64_t seed = 0, std::size_t budget = 0, bool prefetch = true,
-      double writeBufferShare = 0) {
-    layers_.clear();
-    CoreOptions options;
-    options.sim.seed = seed;
-    options.cache.ringBytes = slots * kBytes;
-    options.cache.budgetBytes = budget;
-    options.cache.prefetch = prefetch;
-    options.cache.writeBufferShare = writeBufferShare;
-    rig_ = std::make_unique<Rig>(options);
-    stream_ = rig_->sim.createStream(0);
-    for (std::size_t k = 0; k < layers; ++k) layers_.push_back(rig_->newBlock(pattern(k, kBytes)));
-    tags_.assign(layers, 0);
-    for (std::size_t k = 0; k < layers; ++k) tags_[k] = k;
-  }
-  ~Prefetch() override {
-    gradients_.clear();
-    layers_.clear();
-  }
-  /// Fetches a layer and lets a kernel check its bytes.
-  void use(std::size_t k) {
-    const Pin pin = rig_->cache.fetch(*layers_.at(k), {0, kBytes}, stream_);
-    const void* const data = pin.data();
-    rig_->sim.launch(
-        stream_, [this, data, tag = tags_[k]] { wrong_ += std::memcmp(data, pattern(tag, kBytes).data(), kBytes) != 0; },
-        {{data, kBytes}}, {});
-    rig_->cache.validate(*layers_[k]);
-  }
-  void forward() {
-    for (std::size_t k = 0; k < layers_.size(); ++k) use(k);
-  }
-  void backward() {
-    for (std::size_t k = layers_.size(); k-- > 0;) use(k);
-  }
-  void write(std::size_t k) {
-    tags_[k] = 1000 + ++writes_;
-    rig_->write(*layers_[k], pattern(tags_[k], kBytes));
-  }
-  std::uint64_t copies() const {
-    return rig_->cache.transferStats(0).copiesToDevice;
-  }
-  ResidencyStats stats() const {
-    return rig_->cache.stats(0);
-  }
-  void checkValues() {
-    rig_->sim.drain();
-    EXPECT_EQ(wrong_, 0);
-    for (const std::string& report : rig_->sim.reports()) ADD_FAILURE() << report;
-  }
-
-  std::unique_ptr<Rig> rig_;
-  Stream stream_;
-  std::vector<Rig::BlockPtr> layers_;
-  std::vector<Rig::BlockPtr> gradients_;
-  std::vector<std::uint64_t> tags_;
-  std::uint64_t writes_ = 0;
-  int wrong_ = 0;
-};
+using namespace prefetch_test;
 
 TEST_F(Prefetch, EveryFetchOfAKnownOrderFindsItsBytes) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
@@ -220,97 +156,6 @@ TEST_F(Prefetch, TheEndOfAStepIsFollowedByTheCopiesThatComeNext) {
     EXPECT_EQ(stats().prefetchesWasted, before.prefetchesWasted);
     checkValues();
     ASSERT_FALSE(HasFailure()) << "seed " << seed;
-  }
-}
-
-TEST_F(Prefetch, ALayerThatIsLeftOutCostsOneCopy) {
-  make(10, 4);
-  for (int step = 0; step < 3; ++step) forward();
-  const std::uint64_t before = copies();
-  for (std::size_t k = 0; k < layers_.size(); ++k) {
-    if (k != 5) use(k);
-  }
-  forward();
-  EXPECT_LE(copies() - before, 21U);
-  EXPECT_LE(stats().prefetchesWasted, 2U) << "the second time it was not expected";
-  checkValues();
-}
-
-// A wrong guess is one, however many copies had been made for it.
-TEST_F(Prefetch, APassThatIsCutShortIsForgotten) {
-  make(12, 8);
-  for (int step = 0; step < 3; ++step) forward();
-  for (std::size_t k = 0; k < 6; ++k) use(k);
-  const auto missesOfAPass = [this] {
-    const auto before = stats();
-    forward();
-    return stats().fetches - before.fetches - (stats().hits - before.hits);
-  };
-  EXPECT_LE(missesOfAPass(), 4U);
-  EXPECT_LE(missesOfAPass(), 2U) << "where the short one ended";
-  EXPECT_LE(missesOfAPass(), 2U);
-  EXPECT_EQ(missesOfAPass(), 0U);
-  checkValues();
-}
-
-TEST_F(Prefetch, AnotherOrderCostsNoMoreThanTheRingAndIsLearned) {
-  make(10, 4);
-  for (int step = 0; step < 3; ++step) forward();
-  const std::uint64_t before = copies();
-  for (int step = 0; step < 4; ++step) {
-    for (const std::size_t k : {3U, 1U, 4U, 9U, 5U, 2U, 6U, 8U, 7U, 0U}) use(k);
-  }
-  EXPECT_LE(copies() - before, 40U + 8U);
-  const std::uint64_t hits = stats().hits;
-  for (const std::size_t k : {3U, 1U, 4U, 9U, 5U, 2U, 6U, 8U, 7U, 0U}) use(k);
-  EXPECT_EQ(stats().hits, hits + 10);
-  checkValues();
-}
-
-TEST_F(Prefetch, AnOrderThatCanNotBeToldIsStreamed) {
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
-    make(12, 3, seed);
-    SimRandom random(seed);
-    for (int k = 0; k < 600; ++k) use(random.below(12));
-    EXPECT_LE(stats().prefetchesWasted, 600U / 20) << "seed " << seed;
-    checkValues();
-  }
-}
-
-// Each step has a part that is always the same, after which every guess is wrong: soon none is made.
-TEST_F(Prefetch, GuessesThatAreWrongAgainAndAgainAreNotMade) {
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
-    make(24, 6, seed);
-    SimRandom random(seed);
-    const auto step = [&] {
-      for (std::size_t k = 0; k < 5; ++k) use(k);
-      for (int k = 0; k < 5; ++k) use(5 + random.below(19));
-    };
-    for (int k = 0; k < 50; ++k) step();
-    const std::uint64_t wasted = stats().prefetchesWasted;
-    for (int k = 0; k < 50; ++k) step();
-    EXPECT_LE(wasted, 8U) << "seed " << seed;
-    EXPECT_LE(stats().prefetchesWasted - wasted, 5U) << "seed " << seed;
-    checkValues();
-  }
-}
-
-// Experts, some of which are asked for much more often than others: the ring finds again what came last.
-TEST_F(Prefetch, AnOrderThatCanNotBeToldLeavesWhatIsUsedOftenInTheRing) {
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
-    std::uint64_t copied[2];
-    for (const bool prefetch : {false, true}) {
-      make(16, 8, seed, 0, prefetch);
-      SimRandom random(seed);
-      for (int k = 0; k < 1000; ++k) {
-        std::size_t layer = 0;
-        while (layer < 15 && random.below(3) > 0) ++layer;
-        use(layer);
-      }
-      copied[prefetch] = copies();
-      checkValues();
-    }
-    EXPECT_LE(copied[true], copied[false] * 11 / 10) << "seed " << seed;
   }
 }
 

@@ -28,9 +28,7 @@ _SAME_VALUES = {
 
 
 def _is_elementwise(node: Any) -> bool:
-    from torch_offload.compile import graphs  # the operations that it names are registered by now
-
-    if node.target is graphs.STASH or node.target in _SAME_VALUES or getattr(node.target, "is_view", False):
+    if node.target in _SAME_VALUES or getattr(node.target, "is_view", False):
         return True
     return _is_the_same_again(node) and torch.Tag.pointwise in node.target.tags
 
@@ -44,12 +42,16 @@ def _is_the_same_again(node: Any) -> bool:
 
 def _compute_again(graph: Any, fetches: list[Any]) -> None:
     """Marks these, and what follows from them alone, element by element; but for what the user has marked."""
+    from torch_offload.compile import graphs
+
     again, constants = set(fetches), set()
     for node in graph.nodes:
         inputs = set(node.all_input_nodes)
         if not inputs and _is_the_same_again(node):
             constants.add(node)
-        elif inputs & again and inputs <= again | constants and "recompute" not in node.meta and _is_elementwise(node):
+        if not inputs & again or not inputs <= again | constants or "recompute" in node.meta:
+            continue
+        if node.target is graphs.STASH or _is_elementwise(node):
             again.add(node)
     for node in again:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
