@@ -177,8 +177,8 @@ def call_fetched(function: Callable[..., Any], args: Iterable[Any], target: torc
     """Calls a function with what is fetched of its offload operands. What it writes to them, or keeps, is seen to as above."""
     watch = _C.ReleaseRefill(target)
     args = tuple(args)
-    devices = _devices(args, target)
     given, lent = _lend(args, target)
+    devices = _devices(args, given, target)
     try:
         made = function(*given, **kwargs)
         _want_gradients_on(_tensors(made), devices)
@@ -198,11 +198,11 @@ def call_fetched(function: Callable[..., Any], args: Iterable[Any], target: torc
     return results
 
 
-def _devices(args: Sequence[Any], target: torch.device | None) -> tuple[torch.device | None, ...]:
-    """Where the gradient of each argument has to be."""
+def _devices(args: Sequence[Any], given: Sequence[Any], target: torch.device | None) -> tuple[torch.device | None, ...]:
+    """Where the gradient of each argument has to be: of a trained wrapper, which is given as it is, on offload."""
     return tuple(
-        None if not isinstance(value, Tensor) else target if target is not None and is_offload(value) else value.device
-        for value in args
+        None if not isinstance(value, Tensor) else value.device if value is source else target
+        for source, value in zip(args, given, strict=True)
     )
 
 
@@ -283,7 +283,7 @@ def register() -> None:
         if target is not None:
             return call_fetched(run, args, target, **kwargs)
         results = run(*args, **kwargs)
-        _want_gradients_on(_tensors(results), _devices(args, None))
+        _want_gradients_on(_tensors(results), _devices(args, args, None))
         return results
 
     # Dynamo takes it for PyTorch's own if it is said to be of that file. To compile `F.apply` is then to compile a call of it.

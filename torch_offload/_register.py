@@ -23,6 +23,7 @@ def register(extension: ModuleType) -> None:
         _graphs,
         _guest,
         _init,
+        _jagged,
         _jiterator,
         _library,
         _modules,
@@ -66,6 +67,7 @@ def register(extension: ModuleType) -> None:
     _data_parallel.register()
     _triton.register()
     _flex_attention.register()
+    _jagged.register()
     compile.register()
     # Before Python's own teardown: later a tensor's deleter may run when CUDA is gone.
     atexit.register(extension.drain, close=True)

@@ -72,8 +72,8 @@ def _is_wrapper(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "offload" and is_traceable_wrapper_subclass(value)
 
 
-def _is_trained(value: torch.Tensor) -> bool:
-    return value.requires_grad and torch.is_grad_enabled()
+def _is_trained_wrapper(value: Any) -> bool:
+    return _is_wrapper(value) and value.requires_grad and torch.is_grad_enabled()
 
 
 def _moved(context: Any, target: torch.device) -> Any:
@@ -89,37 +89,56 @@ def _moved(context: Any, target: torch.device) -> Any:
     return context
 
 
+def _over(wrapper: Any, fetch: Callable[[Any], Any]) -> Any:
+    """Another wrapper, over what `fetch` gives for each of its parts."""
+    names, context = wrapper.__tensor_flatten__()
+    parts = {name: fetch(getattr(wrapper, name)) for name in names}
+    context = _moved(context, next(iter(parts.values())).device)
+    return type(wrapper).__tensor_unflatten__(parts, context, wrapper.size(), wrapper.stride())
+
+
 def fetched(value: Any, target: torch.device) -> Any:
     """An offload tensor's value on another device; of a wrapper another one over its parts there, unless it is trained."""
-    if not isinstance(value, torch.Tensor) or value.device.type != "offload":
+    if not is_offload(value) or _is_trained_wrapper(value):
+        return value
+    return fetched_below(value, target)
+
+
+def fetched_below(value: Any, target: torch.device) -> Any:
+    """The same of any wrapper, where autograd's kernels have run already and record nothing."""
+    if not is_offload(value):
         return value
     if not is_traceable_wrapper_subclass(value):
         return torch.ops.offload.fetch(value, target)
-    if _is_trained(value):
-        return value
-    names, context = value.__tensor_flatten__()
-    parts = {name: fetched(getattr(value, name), target) for name in names}
-    context = _moved(context, next(iter(parts.values())).device)
-    return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
+    return _over(value, lambda part: fetched_below(part, target))
 
 
-def _beside_activations(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The arguments with their wrappers fetched; None where they stay as they are."""
-    if torch.compiler.is_dynamo_compiling():
-        return None
+def _products(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with their wrappers fetched where they are beside activations, and none of them is trained."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     wrappers = [value for value in flat if _is_wrapper(value)]
     target = target_of(flat) if wrappers else None
-    if target is None or any(_is_trained(value) for value in wrappers):
-        return None
+    if target is None or any(_is_trained_wrapper(value) for value in wrappers):
+        return args, kwargs
     return pytree.tree_unflatten([fetched(value, target) if _is_wrapper(value) else value for value in flat], spec)
 
 
-def _fetching(original: classmethod, reads: Callable[[Any], bool]) -> classmethod:
+def _below(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with all that is on offload fetched where it is beside activations."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    target = target_of(flat) if any(is_offload(value) for value in flat) else None
+    if target is None:
+        return args, kwargs
+    return pytree.tree_unflatten([fetched_below(value, target) for value in flat], spec)
+
+
+def _fetching(
+    original: classmethod, reads: Callable[[Any], bool], fetch: Callable[[Any, Any], tuple[Any, Any]]
+) -> classmethod:
     def method(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if reads(func):
-            args, kwargs = _beside_activations(args, kwargs) or (args, kwargs)
+        if reads(func) and not torch.compiler.is_dynamo_compiling():
+            args, kwargs = fetch(args, kwargs)
         return original.__get__(None, cls)(func, types, args, kwargs)
 
     method.__name__ = _MARK
@@ -131,13 +150,13 @@ _MARK = "fetching"
 
 def follow(cls: type) -> None:
     """Called with the class of every wrapper that a module holds on offload: puts the fetch in front of its methods."""
-    for name, reads in (
-        ("__torch_function__", _PRODUCTS.__contains__),
-        ("__torch_dispatch__", lambda func: not func._schema.is_mutable),
+    for name, reads, fetch in (
+        ("__torch_function__", _PRODUCTS.__contains__, _products),
+        ("__torch_dispatch__", lambda func: not func._schema.is_mutable, _below),
     ):
         owner = next(base for base in cls.__mro__ if name in base.__dict__)
         method = owner.__dict__[name]
-        if owner.__module__.split(".")[0] == "torch" or not isinstance(method, classmethod):
-            continue  # PyTorch's own, of which the other one is called
+        if owner is torch.Tensor or not isinstance(method, classmethod):
+            continue  # every tensor's, of which the other one is called
         if method.__func__.__name__ != _MARK:
-            setattr(owner, name, _fetching(method, reads))
+            setattr(owner, name, _fetching(method, reads, fetch))

@@ -246,7 +246,7 @@ class AutogradKernel final : public c10::OperatorKernel {
     if (!operands.offload) return below_.callBoxed(op, keys, stack);
     if (operands.wrapped) {
       // Of a composite one the parts come by.
-      const bool recorded = operands.foreign && operands.requiresGrad && !traits_->composite && !tracing();
+      const bool recorded = operands.foreign && operands.requiresGrad && !traits_->composite;
       if (recorded && traits_->effect != Effect::InPlace)
         bringGradientsHome(*traits_, place(operands, traits_->effect), *stack);
       return below_.callBoxed(op, keys, stack);

@@ -12,6 +12,7 @@ from quantized_models import (
     GROUP,
     MODES,
     WIDTH,
+    bytes_of,
     check_bytes,
     check_copies,
     check_files,
@@ -20,9 +21,11 @@ from quantized_models import (
     devices,
     needs_cache,
     opened,
+    parts,
     settings,  # noqa: F401
 )
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_offload
 
@@ -334,26 +337,52 @@ def test_parts_are_parameters(kind):
     assert torch_offload.memory_stats()["host.parameter_count.current"] - before == len(opened(net))
 
 
+def trained(kind, biased=True):
+    """Two layers."""
+    if kind == "dispatch":
+        net = base(kind, 2).requires_grad_(True)
+    else:  # PyTorch's own class of two tensors of one shape, of which each is computed with for itself
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)])
+        for k, layer in enumerate(net):
+            two = TwoTensor(at(CPU, WIDTH, WIDTH, seed=k), at(CPU, WIDTH, WIDTH, seed=9 + k))
+            layer[0].weight = nn.Parameter(two)
+    if not biased:
+        for layer in net:
+            layer[0].bias = None
+    return net
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("feed", ["plain", "offload"])
-def test_a_trained_wrapper_is_left_to_its_class(feed, biased):
+@pytest.mark.parametrize("kind", ["dispatch", "two"])
+def test_a_trained_wrapper(kind, feed, biased, backend):
     """Its gradient, and that of the bias beside it, come home."""
 
     def run(device):
-        net = base("dispatch", 2).requires_grad_(True)
-        if not biased:
-            for layer in net:
-                layer[0].bias = None
-        net.to(device)
+        torch.compiler.reset()
+        net = trained(kind, biased).to(device)
+        call = net if backend is None else torch.compile(net, backend=backend, fullgraph=True)
         for k in range(2):
             x = at(device if feed == "offload" else COMPUTE, 3, WIDTH, seed=k).requires_grad_()
-            y = net(x)
+            y = call(x)
             y.square().sum().backward()
         gradients = [parameter.grad for parameter in net.parameters()]
-        assert all(gradient.device.type == device.type for gradient in gradients)
-        return y, x.grad, gradients
+        assert all(part.device.type == device.type for gradient in gradients for part in parts(gradient))
+        return [parts(value) for value in (y, x.grad, *gradients)]
 
     same(run)
+
+
+@needs_cache
+@pytest.mark.parametrize("kind", ["dispatch", "two"])
+def test_a_trained_wrapper_travels_packed(kind):
+    net = trained(kind).to(OFFLOAD)
+    torch_offload.set_budget(0)
+    before = torch_offload.memory_stats()["link.bytes_to_device"]
+    net(data(3, WIDTH))
+    assert torch_offload.memory_stats()["link.bytes_to_device"] - before <= 1.05 * bytes_of(net)
 
 
 class Rounded(Pair):

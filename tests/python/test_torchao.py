@@ -215,6 +215,31 @@ def test_an_optimizer_with_quantised_state():
         assert (one != other).float().mean() <= 0.01
 
 
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["int8_weight_only_quantized_training", "bitnet_training"])
+def test_trained_weights_that_are_quantised(name, backend):
+    """Their gradients, which a Function of torchao's makes beside the activations, come home."""
+    training = pytest.importorskip("torchao.prototype.quantized_training")
+
+    def run(device):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH, bias=False))
+        ao.quantize_(net, getattr(training, name)())
+        net.to(device)
+        call = net if backend is None else torch.compile(net, backend=backend)
+        for k in range(2):
+            x = data(5, WIDTH, seed=k).requires_grad_()
+            y = call(x)
+            y.square().sum().backward()
+        gradients = [parameter.grad for parameter in net.parameters()]
+        assert {gradient.device.type for gradient in gradients} == {device.type}
+        return y, x.grad, gradients
+
+    same(run)
+
+
 class SavesItsWeight(torch.autograd.Function):
     """NF4's product, by somebody who saves the packed weight instead of keeping it on ``ctx``."""
 
