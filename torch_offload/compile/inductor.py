@@ -15,7 +15,8 @@ that it generates touch none of their bytes, which copies may be writing at the 
     what others read behind it: their caller has them;
   - with `freezing` weights are constants of a graph, and fetches of them are not computed beforehand: they would stay for ever.
   - bytes on offload are no memory of the device. Inductor orders a graph by what its steps take and give up: if a fetch seems
-    to give up its operand, the order that has all fetches first is as good as any;
+    to give up its operand, the order that has all fetches first is as good as any. In the order that it finds, fetches come late and results go home
+    early (`order`);
   - a graph that writes to inputs which overlap keeps its order: PyTorch 2.11 moves a step past one that writes into the same
     copy.
     These are the eleven overrides here, which hold for 2.11 to 2.15, and all or none of which are made. Another is made when
@@ -52,6 +53,7 @@ from torch_offload.compile import captures
 from torch_offload.compile.fakes import code_of
 from torch_offload.compile.graphs import FETCH, GIVE, LOOK_UP, STASH, home_of
 from torch_offload.compile.on_device import OnDevice
+from torch_offload.compile.order import arrange
 
 _OF_OTHERS = "torch_offload_memory_of_others"  # names of buffers, on the graph that is being lowered
 _CAPTURES = "torch_offload_captures_fetches"  # on a scheduler
@@ -183,9 +185,11 @@ def _override() -> None:
     @functools.wraps(reorder)
     def reorder_for_peak_memory(nodes: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         traced = list(V.graph.module.graph.nodes)
-        if home_of(traced) is not None and any(map(_writes_a_part, traced)):
+        if home_of(traced) is None:
+            return reorder(nodes, *args, **kwargs)
+        if any(map(_writes_a_part, traced)):
             return nodes
-        return reorder(nodes, *args, **kwargs)
+        return arrange(reorder(nodes, *args, **kwargs), set(V.graph.get_output_names()), _is_fetch)
 
     @functools.wraps(graphed)
     def cudagraphify(*args: Any, **kwargs: Any) -> Any:
