@@ -137,6 +137,7 @@ OpTraits::OpTraits(const c10::OperatorHandle& op) : results(op.schema().returns(
   }
   updatesStatistics = alwaysUpdatesStatistics(schema.name());
   convertsDevice = schema.name() == "aten::_to_copy";
+  goesToOther = schema.name() == "aten::type_as";
   countsFromStorage = schema.name() == "aten::as_strided_copy" || schema.name() == "aten::as_strided_scatter";
   composite = isComposite(op);
   decomposes = composite && !isTakenWhole(op);
@@ -201,7 +202,9 @@ Operands OpTraits::operands(const torch::jit::Stack& stack) const {
 bool isInterceptable(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   const std::string_view name = schema.name();
-  if (name.starts_with("offload::") || name.starts_with("prim") || name.starts_with("profiler::")) return false;
+  if (name.starts_with("offload::") || name.starts_with("profiler::")) return false;
+  // Dynamo calls it for `addcmul_` with a factor, from PyTorch 2.15 on. The others are what is made of operations later on.
+  if (name.starts_with("prim") && name != "prims::fma") return false;
   // What these return is still being written: their parts decide.
   if (name.starts_with("_c10d_functional") || name.starts_with("c10d_functional::")) return false;
   if (hasItsOwnKernel(name) || makesItsOwnMemory(name) || isView(schema)) return false;

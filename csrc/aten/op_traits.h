@@ -39,6 +39,7 @@ struct OpTraits {
   bool composite = false; // made of operations that are intercepted too
   bool decomposes = false; // of offload operands alone its parts give what the device gives
   bool convertsDevice = false; // its Device argument says where the result lives
+  bool goesToOther = false; // its second operand says where, and as what: type_as
   bool draws = false; // random numbers
   bool countsWrites = false; // in versions, which tensors of inference mode don't have
   bool fills = false; // a tensor with one number

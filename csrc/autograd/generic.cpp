@@ -68,6 +68,17 @@ struct InPlace {
   at::Tensor table;
 };
 
+// What is written to, where that stands behind operands that are read: `out=`, which may be one of these.
+c10::SmallVector<std::pair<at::Tensor, ArgumentTraits>, 2> targetsBehind(const OpTraits& traits, Stack& stack) {
+  c10::SmallVector<std::pair<at::Tensor, ArgumentTraits>, 2> targets;
+  if (traits.effect != Effect::InPlace || traits.arguments.front().written) return targets;
+  replaceTensors(traits, stack, [&](const at::Tensor& tensor, const ArgumentTraits& argument) {
+    if (argument.written) targets.emplace_back(tensor, argument);
+    return at::Tensor();
+  });
+  return targets;
+}
+
 // `lower` is the dtype that autocast casts to.
 void callFetched(
     const c10::OperatorHandle& op, const OpTraits& traits, const Placement& placement, Stack& stack,
@@ -77,6 +88,7 @@ void callFetched(
   ReleaseRefill watch(placement.compute);
   std::vector<Written> writes;
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> fetched;
+  const auto targets = targetsBehind(traits, stack);
   const bool looksUp = traits.looksUp && isCached(placement.compute) && !tracing();
   const auto reads = looksUp ? bytesLookedUp(traits, stack) : std::nullopt;
   InPlace inPlace;
@@ -84,19 +96,24 @@ void callFetched(
     if (!isOffload(tensor)) return tensor.is_cuda() && !placement.compute.is_cuda() ? tensor.cpu() : at::Tensor();
     if (traits.countsFromStorage && !argument.written && tensor.has_storage() && !tracing())
       return fetchInStorage(tensor, placement.compute);
-    const bool written = argument.written || (argument.hidden && hiddenWrites);
+    const auto target = std::ranges::find_if(targets, [&](const auto& one) { return one.first.is_same(tensor); });
+    const ArgumentTraits& as = target == targets.end() ? argument : target->second;
+    const bool written = as.written || (as.hidden && hiddenWrites);
     const auto again = std::ranges::find_if(writes, [&](const Written& one) { return one.source.is_same(tensor); });
     // A list may name one twice, and what is read may be what is written; not where that had nothing to be read.
     if (again != writes.end() && (written || !traits.fills)) return again->work;
     if (argument.table && reads && (inPlace.table = lookUp(tensor, placement.compute, *reads)).defined()) return inPlace.table;
     if (written && isOverwritten(traits, placement, tensor)) { // and isn't read
-      writes.push_back({tensor, emptyAs(tensor, placement.compute), argument, {}});
+      writes.push_back({tensor, emptyAs(tensor, placement.compute), as, {}});
       return writes.back().work;
     }
-    const bool lowered = lower && !argument.written && needsLowering(tensor, *lower);
+    const bool lowered = lower && !as.written && needsLowering(tensor, *lower);
+    // An operation may do with one operand what it doesn't with two that are equal.
+    const auto known = std::ranges::find_if(fetched, [&](const auto& one) { return one.first.is_same(tensor); });
+    if (known != fetched.end() && !written && !lowered) return known->second;
     auto value = lowered ? fetchLowered(tensor, placement.compute, *lower) : fetch(tensor, placement.compute);
     if (written) {
-      writes.push_back({tensor, workFor(value, tensor), argument, {}});
+      writes.push_back({tensor, workFor(value, tensor), as, {}});
       if (isSparse(writes.back().work)) writes.back().parts = partsOf(writes.back().work);
       return writes.back().work;
     }
@@ -254,7 +271,10 @@ class AutogradKernel final : public c10::OperatorKernel {
     if (convertsElsewhere(*traits_, operands, *stack)) return below_.callBoxed(op, keys, stack);
     // Its parts are intercepted. A write is made whole where its target was born, not in parts here and there.
     const bool late = late_ && op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
-    const bool whole = operands.foreign || (traits_->effect == Effect::InPlace && !late);
+    // Activations stay on the GPU, whatever their type is taken from. What is on the CPU beside it goes where the other one is.
+    const bool goes =
+        traits_->goesToOther && operands.cpu && !operands.cuda && pairedDevice(operands.index).is_cuda() && !tracing();
+    const bool whole = (operands.foreign && !goes) || (traits_->effect == Effect::InPlace && !late);
     if ((traits_->takenApart(*stack) || late) && !whole) return below_.callBoxed(op, keys, stack);
     const Placement placement = placeAboveAutograd(operands, placedEffect(*traits_, *stack));
     // PyTorch's own kernel records the derivative of a write and bumps the version; the write itself follows on PrivateUse1.

@@ -91,8 +91,9 @@ HostRange Arena::allocate(std::size_t bytes, bool locked) {
     const std::size_t most = mostHeld();
     throw OutOfMemory(
         OutOfMemory::Where::Host, bytes,
-        "offload: the system refused " + std::to_string(bytes) + " bytes of host memory; " + std::to_string(now.allocated) +
-            " bytes are in use by offload tensors and " + std::to_string(now.reserved - now.allocated) + " are cached" +
+        "offload: the host is out of memory. The system refused " + std::to_string(bytes) + " bytes; " +
+            std::to_string(now.allocated) + " bytes are in use by offload tensors and " +
+            std::to_string(now.reserved - now.allocated) + " are cached" +
             (most < SIZE_MAX ? ", and this machine or container has " + std::to_string(most) + ", swap included" : "") +
             ": free tensors, or use a machine with more memory.");
   }

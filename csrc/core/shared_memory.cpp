@@ -57,8 +57,8 @@ std::unique_ptr<SharedMemory> SharedMemory::create(std::size_t bytes, Born born)
   auto refuse = [&](const std::string& why) -> OutOfMemory {
     return {
         OutOfMemory::Where::Host, bytes,
-        "offload: there are no " + std::to_string(bytes) + " bytes of memory to share between processes (" + why +
-            "): free tensors, or use a machine with more memory."};
+        "offload: the host is out of memory. There are no " + std::to_string(bytes) + " bytes to share between processes (" +
+            why + "): free tensors, or use a machine with more memory."};
   };
   // The kernel would not refuse: it would take memory until it has to kill somebody.
   const std::size_t available = readMemoryLimits().available;

@@ -69,8 +69,8 @@ Token Transfer::fileToDevice(
   if (!chunk) {
     throw OutOfMemory(
         OutOfMemory::Where::Host, files_.chunkBytes(),
-        "offload: the system refused " + std::to_string(files_.chunkBytes()) +
-            " bytes of host memory to read a file into: free tensors, or use a machine with more memory.");
+        "offload: the host is out of memory. The system refused " + std::to_string(files_.chunkBytes()) +
+            " bytes to read a file into: free tensors, or use a machine with more memory.");
   }
   const auto filling = [&](std::byte* to, std::size_t at, std::size_t piece) {
     return FileBytes::readTask(file, {extent.begin + at, extent.begin + at + piece}, to, errors);

@@ -240,3 +240,35 @@ def test_compiled_autograd_takes_a_compiled_backward(backend):
         torch.testing.assert_close(found[1], found[0])
     else:
         assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_list_beside_a_tensor_of_offload_tensors_alone(backend):
+    def run(device):
+        torch.compiler.reset()
+        gradients = [at(device, 4), at(device, 3, seed=1)]
+        found, scale = torch.zeros(1, device=device), torch.full((1,), 0.5, device=device)
+
+        def f(x):
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
+            return x + gradients[0]
+
+        return compiled(f, backend)(at(COMPUTE, 4, seed=2)), gradients, found
+
+    assert_same(run(OFFLOAD), run(COMPUTE))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("feed", [COMPUTE, OFFLOAD], ids=["plain", "offload"])
+def test_a_frozen_convolution_whose_result_is_laid_out_anew(feed):
+    """Inductor has it computed with channels last, and makes a reshape of the view behind it, which is a copy then."""
+
+    def run(device):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        net = torch.nn.Conv2d(3, 6, 3).to(device).eval()
+        x = at(device if feed is OFFLOAD else COMPUTE, 2, 3, 4, 4)
+        with inductor_config.patch(freezing=True):
+            return compiled(lambda x: net(x).flatten(1) + 1, "inductor")(x).to(COMPUTE)
+
+    torch.testing.assert_close(run(OFFLOAD), run(COMPUTE))

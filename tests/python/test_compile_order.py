@@ -1,4 +1,4 @@
-"""The order of inductor's graphs: fetches come late, and what goes home comes early, though the device's memory asks for neither."""
+"""The order of inductor's graphs: fetches come late and gradients go home early, though the memory asks for neither."""
 
 import random
 import re

@@ -7,6 +7,7 @@ from compiling import BACKENDS, compiled, fresh_compiler  # noqa: F401
 from helpers import COMPUTE, OFFLOAD, at, data, says
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from torch_offload.compile.on_device import OnDevice
@@ -243,3 +244,86 @@ def test_inputs_that_overlap(how, backend):
         actual, expected = step(*parts(big), x), function(*parts(plain), x)
         torch.testing.assert_close([value.to(COMPUTE) for value in actual], list(expected))
         torch.testing.assert_close(big.to(COMPUTE), plain)
+
+
+class Renormed(nn.Module):
+    """A table whose rows are scaled by the lookup itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(10, 4, max_norm=1.0)
+
+    def forward(self, x):
+        return self.rows(torch.arange(4, device=x.device)) * x[:, :4]
+
+
+class Cache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.register_buffer("keys", torch.zeros(6, 8))
+
+    def forward(self, x):
+        keys = self.keys.detach().clone()
+        keys[1:5] = self.project(x)
+        return x @ keys.t()
+
+
+class Followed(nn.Module):
+    """A buffer that takes a value with a history, and was read before."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8) / 2)
+        self.register_buffer("state", torch.zeros(8))
+
+    def forward(self, x):
+        h = x @ self.weight
+        self.state = self.state.detach() * 1
+        y = h * 2
+        self.state.copy_(h.mean(0))
+        return y + self.state
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("make", [Renormed, Cache, Followed])
+def test_training_what_is_written_behind_a_forward(make, backend):
+    """Autograd has to see the write, so it is no part of the graph: PyTorch makes it when the graph has run."""
+
+    def run(device):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        net = make().to(device)
+        step = compiled(net, backend)
+        for k in range(2):
+            x = at(COMPUTE, 4, 8, seed=k).requires_grad_()
+            y = step(x)
+            y.square().sum().backward()
+        return y, x.grad, [parameter.grad for parameter in net.parameters()], list(net.parameters())
+
+    actual, expected = run(OFFLOAD), run(COMPUTE)
+    torch.testing.assert_close(to_compute(actual), to_compute(expected))
+
+
+def to_compute(values):
+    return [value.to(COMPUTE) for value in tree_leaves(values)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["addcmul_", "addcdiv_"])
+@pytest.mark.parametrize("target", [COMPUTE, OFFLOAD], ids=["plain", "offload"])
+def test_products_that_are_added_with_a_factor(target, name, backend):
+    """For which newer compilers have an operation of their own."""
+
+    def run(device):
+        torch.compiler.reset()
+        written = at(device if target is OFFLOAD else COMPUTE, 4)
+        other = at(COMPUTE if target is OFFLOAD else device, 4, seed=1)
+
+        def f(g):
+            getattr(written, name)(other, g, value=0.1)
+            return g * written
+
+        return compiled(f, backend)(at(COMPUTE, 4, seed=2).abs() + 1), written
+
+    torch.testing.assert_close(to_compute(run(OFFLOAD)), to_compute(run(COMPUTE)))

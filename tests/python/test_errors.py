@@ -129,8 +129,8 @@ def test_too_much_memory(bytes):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(bytes, dtype=torch.uint8, device=OFFLOAD)
     found = re.fullmatch(
-        rf"offload: the system refused {bytes} bytes of host memory; \d+ bytes are in use by offload tensors and \d+ "
-        r"are cached, and this machine or container has (\d+), swap included: free tensors, or use a machine with more "
+        rf"offload: the host is out of memory. The system refused {bytes} bytes; \d+ bytes are in use by offload tensors and "
+        r"\d+ are cached, and this machine or container has (\d+), swap included: free tensors, or use a machine with more "
         r"memory\.",
         str(caught.value),
     )

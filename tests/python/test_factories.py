@@ -1,5 +1,7 @@
 """Making offload tensors: every factory and initialisation, with the CPU's values, strides and dtypes."""
 
+import contextlib
+
 import pytest
 import torch
 from helpers import COMPUTE, CPU, OFFLOAD, assert_same, at, deterministic
@@ -216,3 +218,47 @@ def test_is_set_to():
     assert not whole.t().is_set_to(whole)
     assert not whole[1:].is_set_to(whole)
     assert not whole.clone().is_set_to(whole)
+
+
+@contextlib.contextmanager
+def algorithms_that_are_deterministic():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("fills", [True, False], ids=["fills", "fills nothing"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda dtype: torch.empty(64, dtype=dtype, device=OFFLOAD),
+        lambda dtype: torch.empty_strided((8, 8), (1, 8), dtype=dtype, device=OFFLOAD),
+        lambda dtype: torch.empty_like(torch.zeros(64, dtype=dtype, device=OFFLOAD)),
+        lambda dtype: torch.zeros(1, dtype=dtype, device=OFFLOAD).new_empty(64),
+        lambda dtype: torch.zeros(3, dtype=dtype, device=OFFLOAD).resize_(67)[3:],
+    ],
+    ids=["empty", "empty_strided", "empty_like", "new_empty", "resize_"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool], ids=str)
+def test_uninitialised_memory_of_deterministic_algorithms(dtype, make, fills, monkeypatch):
+    """As PyTorch's own devices: one value where there would be what somebody has left behind."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", fills)
+    before = torch.full((64,), 7, device=OFFLOAD).to(dtype)
+    del before
+    with algorithms_that_are_deterministic():
+        made, expected = make(dtype), torch.empty(64, dtype=dtype)
+    assert made.numel() == 64
+    if fills:
+        assert_same(made.reshape(-1), expected)
+
+
+def test_what_is_filled_may_still_be_born_anywhere():
+    """Memory that an operation of the GPU then writes to is the GPU's, as without."""
+    x = at(COMPUTE, 4)
+    with algorithms_that_are_deterministic():
+        result = torch.empty(4, device=OFFLOAD)
+        torch.add(at(OFFLOAD, 4), x, out=result)
+    assert_same(result, at(COMPUTE, 4) + x)

@@ -1,8 +1,10 @@
 """The placement rule, row by row: where a result lives, and what its values are."""
 
+import contextlib
+
 import pytest
 import torch
-from helpers import COMPUTE, CPU, GPU, OFFLOAD, assert_same, at
+from helpers import COMPUTE, CPU, GPU, OFFLOAD, assert_same, at, same
 
 import torch_offload
 
@@ -309,3 +311,53 @@ def test_indices_of_another_device():
         assert_same(a[index], expected[[2, 0]])
         assert_same(a[torch.tensor([True, False, True, False], device=place)], expected[[0, 2]])
         assert_same(at(COMPUTE, 4, 4)[index], expected[[2, 0]])
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("feed", [COMPUTE, OFFLOAD], ids=["plain", "offload"])
+def test_an_operand_that_is_given_several_times_is_one(feed, mode):
+    """By which PyTorch chooses how to multiply: attention of a tensor to itself."""
+
+    def run(device):
+        torch.manual_seed(0)
+        attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval().to(device)
+        x = at(device if feed is OFFLOAD else COMPUTE, 2, 4, 8)
+        with mode():
+            return attention(x, x, x)[0].detach()
+
+    same(run)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda w, x: torch.add(w, x, out=w),
+        lambda w, x: torch.maximum(x, w, out=w),
+        lambda w, x: torch.where(x > 0, w, x, out=w),
+        lambda w, x: torch.addcmul(w, x, w, out=w),
+    ],
+    ids=["add", "maximum", "where", "addcmul"],
+)
+@pytest.mark.parametrize("feed", [COMPUTE, OFFLOAD], ids=["plain", "offload"])
+def test_a_result_that_is_an_operand_too(feed, operation):
+    def run(device):
+        w, x = at(device, 3, 4), at(device if feed is OFFLOAD else COMPUTE, 3, 4, seed=1)
+        result = operation(w, x)
+        assert result is w
+        small = at(device, 4)
+        with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+            operation(small, x)
+        assert small.shape == (4,)
+        return w, small
+
+    same(run)
+
+
+def test_a_type_that_is_taken_from_an_offload_tensor():
+    """Activations stay where they are; beside a GPU what is on the CPU goes where `to` would move it."""
+    w = torch.zeros(3, dtype=torch.float64, device=OFFLOAD)
+    assert torch.ones(3, device=COMPUTE).type_as(w).device == COMPUTE
+    moved = torch.ones(3).type_as(w)
+    assert moved.dtype == torch.float64
+    assert moved.device.type == ("offload" if COMPUTE.type == "cuda" else "cpu")
+    assert w.type_as(torch.ones(3)).device.type == "cpu"

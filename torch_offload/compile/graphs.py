@@ -16,6 +16,10 @@ GIVE, WRITE = torch.ops.offload.give.default, torch.ops.offload.write_.default
 LOOK_UP = torch.ops.offload.look_up.default
 
 
+# What PyTorch 2.15 notes on an input that its runtime writes to behind a forward, as autograd has to see that write.
+_WRITTEN_BEHIND = "aot_runtime_epilogue_input_mutation"
+
+
 def tensors(nodes: Any) -> list[torch.Tensor]:
     """The values of all nodes in a structure of arguments."""
     values = [node.meta.get("val") for node in tree_leaves(nodes) if isinstance(node, fx.Node)]
@@ -50,7 +54,7 @@ def call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
 
 
 def keep_what_is_overwritten(graph: fx.Graph) -> set[int]:
-    """The inputs that the graph writes to, as storages().
+    """The inputs that the graph writes to, or whoever calls it with what it returns, as storages().
 
     Where there is no cache, what is fetched of them is their own memory, and graphs don't know: such fetches are made of copies
     from before the write. A fetch through the cache has memory of its own, which no later write changes.
@@ -59,6 +63,8 @@ def keep_what_is_overwritten(graph: fx.Graph) -> set[int]:
     for node in graph.nodes:
         if node.target in (torch.ops.aten.copy_.default, WRITE):
             written |= storages(node.args[0])
+        elif node.meta.get(_WRITTEN_BEHIND, False):
+            written |= storages(node)
     for node in graph.nodes:
         if node.target is not FETCH or not written & storages(node.args[0]):
             continue

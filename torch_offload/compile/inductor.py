@@ -15,8 +15,8 @@ that it generates touch none of their bytes, which copies may be writing at the 
     what others read behind it: their caller has them;
   - with `freezing` weights are constants of a graph, and fetches of them are not computed beforehand: they would stay for ever.
   - bytes on offload are no memory of the device. Inductor orders a graph by what its steps take and give up: if a fetch seems
-    to give up its operand, the order that has all fetches first is as good as any. In the order that it finds, fetches come late and results go home
-    early (`order`);
+    to give up its operand, the order that has all fetches first is as good as any. In the order that it finds, fetches come
+    late and results go home early (`order`);
   - a graph that writes to inputs which overlap keeps its order: PyTorch 2.11 moves a step past one that writes into the same
     copy.
     These are the eleven overrides here, which hold for 2.11 to 2.15, and all or none of which are made. Another is made when

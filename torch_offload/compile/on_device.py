@@ -46,6 +46,14 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
     return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
 
 
+def _copies(node: fx.Node) -> bool:
+    """Of a reshape, which inductor makes of views: whether it is none of what is laid out otherwise by now."""
+    if node.target is not torch.ops.aten.reshape.default or not home_of(node.args[0]):
+        return False
+    infer(node)
+    return storages(node).isdisjoint(storages(node.args[0]))
+
+
 def _may_be_reinplaced(target: Any) -> bool:
     name = getattr(target, "__name__", "")
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -76,6 +84,14 @@ def _stash_behind(graph: fx.Graph, node: fx.Node, home: torch.device) -> None:
     node.replace_all_uses_with(stashed, delete_user_cb=lambda user: user is not stashed)
 
 
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The tensors that it gives, with the values that they have now: it, or what takes it apart."""
+    infer(node)
+    if isinstance(node.meta["val"], torch.Tensor):
+        return [node]
+    return [result for user in list(node.users) for result in _results(user)]
+
+
 def _move(graph: fx.Graph, node: fx.Node) -> None:
     """Fetches a node's operands, and stashes what it gives if that was on offload."""
     stays = home_of(node) is None
@@ -91,11 +107,7 @@ def _move(graph: fx.Graph, node: fx.Node) -> None:
         node.args, node.kwargs = tree_map(moved, (node.args, node.kwargs))
     if stays:
         return  # and what it gives is what was traced: a number that was read has its symbol
-    several = not isinstance(node.meta.get("val"), torch.Tensor)
-    infer(node)
-    for result in list(node.users) if several else [node]:
-        if result is not node:
-            infer(result)
+    for result in _results(node):
         _stash_behind(graph, result, home)
 
 
@@ -192,7 +204,9 @@ class OnDevice(CustomGraphModulePass):
             _check_kernel(node)
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue
-            if node.target.namespace == "offload" or _is_view(node.target) or node.target._schema.name in _RESEATS:
+            if node.target.namespace == "offload" or node.target._schema.name in _RESEATS:
+                continue
+            if _is_view(node.target) and not _copies(node):
                 continue
             if node.target is torch.ops.aten.copy_.default and home_of(node.args[0]):
                 _write(graph, node)

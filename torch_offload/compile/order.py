@@ -1,9 +1,9 @@
 """The order of a graph's steps: a fetch comes where it is first needed, and what is sent home goes as soon as it can.
 
 Inductor orders for the least memory on the device, and is free where two orders take as much at most. A weight's gradient takes
-more than what it is computed of wherever there are few tokens, so all gradients of a backward may come last, and their copies up
-the link after all copies down it. But what is given away at once takes no more early than late. And a fetch takes memory from
-where it stands: the copies behind it go ahead by what they have learnt, and not by the place of the call.
+more than what it is computed of wherever there are few tokens, so all gradients of a backward may come last, and their copies
+up the link after all copies down it. But what is given away at once takes no more early than late. And a fetch takes memory
+from where it stands: the copies behind it go ahead by what they have learnt, and not by the place of the call.
 """
 
 from collections.abc import Callable

@@ -4,9 +4,13 @@
 #include "aten/tensors.h"
 #include "compat/registration.h"
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/ResizeCommon.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/blackman_window.h>
 #include <ATen/ops/full_like_native.h>
 #include <ATen/ops/kaiser_window.h>
@@ -57,12 +61,23 @@ void checkOptions(std::optional<at::Layout> layout, std::optional<bool> pinned) 
   if (pinned.value_or(false)) refusePinned();
 }
 
+// torch.utils.deterministic.fill_uninitialized_memory
+bool fillsWhatIsNew() {
+  const auto& context = at::globalContext();
+  return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
+}
+
 at::Tensor emptyStrided(
     at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> type, std::optional<at::Layout> layout,
     std::optional<at::Device> device, std::optional<bool> pinned) {
   checkOptions(layout, pinned);
   at::detail::check_size_nonnegative(sizes);
-  return emptyOffload(sizes, strides, c10::dtype_or_default(type), device.value_or(at::Device(kOffload)), theBirth);
+  auto result = emptyOffload(sizes, strides, c10::dtype_or_default(type), device.value_or(at::Device(kOffload)), theBirth);
+  if (fillsWhatIsNew()) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    at::native::fill_empty_deterministic_(result);
+  }
+  return result;
 }
 
 at::Tensor emptyMemoryFormat(
@@ -89,7 +104,14 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::opt
   const bool restrides = format && *format != at::MemoryFormat::Preserve;
   if (resizes) impl.set_sizes_contiguous(sizes);
   if (restrides) impl.empty_tensor_restride(*format);
-  if (resizes || restrides) growStorage(impl);
+  if (resizes || restrides) {
+    const auto before = static_cast<std::int64_t>(impl.unsafe_storage().nbytes());
+    growStorage(impl);
+    if (fillsWhatIsNew()) {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      at::native::fill_resize_deterministic_(self, before);
+    }
+  }
   return self;
 }
 
