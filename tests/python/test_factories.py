@@ -242,7 +242,9 @@ def algorithms_that_are_deterministic():
     ],
     ids=["empty", "empty_strided", "empty_like", "new_empty", "resize_"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool], ids=str
+)
 def test_uninitialised_memory_of_deterministic_algorithms(dtype, make, fills, monkeypatch):
     """As PyTorch's own devices: one value where there would be what somebody has left behind."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", fills)
