@@ -15,8 +15,11 @@ from torch_offload import _C
 from torch_offload._functions import call_fetched
 from torch_offload._wrappers import is_offload, target_of
 
-# What asks for the tensors themselves that it is given.
-_LEFT = {torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+# What asks for the tensors themselves that it is given; and what makes a jagged tensor of one, beside one that is empty.
+_LEFT = {
+    *[torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad],
+    torch._nested_view_from_jagged,
+}
 
 
 def _reads(func: Any, args: Any, kwargs: Any) -> bool:

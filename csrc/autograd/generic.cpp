@@ -108,9 +108,11 @@ void callFetched(
       return writes.back().work;
     }
     const bool lowered = lower && !as.written && needsLowering(tensor, *lower);
-    // An operation may do with one operand what it doesn't with two that are equal.
+    // An operation may do with one operand what it doesn't with two that are equal. Where it is differentiated each use has a fetch:
+    // the gradients of one would be added up before they meet those of other operations.
     const auto known = std::ranges::find_if(fetched, [&](const auto& one) { return one.first.is_same(tensor); });
-    if (known != fetched.end() && !written && !lowered) return known->second;
+    const bool differentiated = tensor.requires_grad() && recordsGraph();
+    if (known != fetched.end() && !written && !lowered && !differentiated) return known->second;
     auto value = lowered ? fetchLowered(tensor, placement.compute, *lower) : fetch(tensor, placement.compute);
     if (written) {
       writes.push_back({tensor, workFor(value, tensor), as, {}});

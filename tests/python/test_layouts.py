@@ -134,6 +134,7 @@ def test_jagged_tensors():
         nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
         weight = data(4, 3, device=device).requires_grad_()
         values = F.linear(nested, weight).values()
+        assert nested.device.type == values.device.type == device.type
         values.square().sum().backward()
         return values, weight.grad
 
