@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compiling import BACKENDS
 from helpers import COMPUTE, HOST, OFFLOAD, assert_same, at, same
 from torch import nn
 
@@ -276,3 +277,34 @@ def test_values_survive_the_model():
         for _ in range(4):
             torch.nn.Linear(64, 64).to(OFFLOAD)(x)
     assert_same((y, w), expected)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+def test_inside_of_what_is_compiled(backend):
+    """As a decorator, as a region, and around another mode."""
+
+    def run(device):
+        torch.compiler.reset()
+        w = at(device, 8, 8)
+
+        @torch.inference_mode()
+        def decorated(x):
+            return (x @ w).relu()
+
+        def region(x):
+            before = x @ w
+            with torch.inference_mode():
+                within = before * 2 + w[0]
+                with torch.inference_mode(False):
+                    normal = within + 1
+            return before.sin() + w, within, normal
+
+        x = at(COMPUTE, 4, 8, seed=1)[:, :8]
+        x = torch.cat([x, x])
+        results = [torch.compile(decorated, backend=backend)(x)]
+        results += torch.compile(region, backend=backend, fullgraph=True)(x)
+        return results, [result.is_inference() for result in results]
+
+    (actual, modes), (expected, expected_modes) = run(OFFLOAD), run(COMPUTE)
+    torch.testing.assert_close(actual, expected)
+    assert modes == expected_modes

@@ -1,15 +1,16 @@
 """``torch.compile`` over offload tensors: one graph, with ``offload::fetch`` and ``offload::stash`` in it as operations.
 
 `fakes` says what the package's operations give while they are traced, `higher_order` what operations are given that take
-functions, `export` what exported programs are taken apart into, `partition` that what was fetched is fetched again for backward
-and never kept, `inductor` how graphs that hold offload tensors become code, and `on_device` what of them is rewritten.
+functions, `export` what exported programs are taken apart into, `inference` in what mode a graph is traced, `partition` that
+what was fetched is fetched again for backward and never kept, `inductor` how graphs that hold offload tensors become code,
+`order` in what order, and `on_device` what of them is rewritten.
 How it fits together: docs/design/compile.md.
 """
 
 import torch
 
 from torch_offload import _C
-from torch_offload.compile import export, fakes, higher_order
+from torch_offload.compile import export, fakes, higher_order, inference
 
 
 def register() -> None:
@@ -17,6 +18,7 @@ def register() -> None:
     fakes.register()
     higher_order.register()
     export.register()
+    inference.register()
 
 
 def changed(error: Exception) -> ImportError:
