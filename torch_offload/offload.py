@@ -130,7 +130,7 @@ def stats(device: _Device = None) -> dict[str, Any]:
         ``copies_to_device`` and ``copies_to_host`` that these travelled in; ``reads_in_place``, lookups of a table's rows that
         the GPU read where they are, on the host, and ``bytes_read_in_place``, which are in none of the others; ``updates`` in
         the cache, parameters that :func:`set_gpu_steps` had stepped there; ``stalls``, how often a stream of the GPU stood
-        still for copies of 256 KiB or more, for 10 microseconds or more and not in a CUDA graph, and ``stall_seconds``, of
+        still for copies of 2 MiB or more, for 10 microseconds or more and not in a CUDA graph, and ``stall_seconds``, of
         those that have ended. Of all devices: ``host_waits``, how often threads waited for copies and for files, and
         ``host_wait_seconds``; ``host_fallbacks``, how often an operation on offload tensors alone had no CUDA kernel and ran
         on the host, by its name; ``excess_bytes``, by name the bytes between the

@@ -5,6 +5,7 @@
 #include "core/shared_memory.h"
 
 #include <algorithm>
+#include <ranges>
 #include <utility>
 
 namespace offload {
@@ -81,8 +82,8 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
     release(retired);
     Pin pinned(*this, std::move(slot), data, stream);
     observe({Activity::Hit, stream.device, hostData, extent.bytes(), block.purpose, block.derivedFrom});
-    // Once it is known to be done, neither call reaches the driver.
-    if (!ready.isOn(stream) && !ready.done()) dev.stalls.orderBefore(ready, extent.bytes(), stream);
+    // Of a batch the first alone has to ask the driver.
+    if (!ready.isBefore(stream) && !ready.done()) dev.stalls.orderBefore(ready, extent.bytes(), stream);
     prefetchMore(dev, std::move(next));
     return pinned;
   }
@@ -276,7 +277,7 @@ void Residency::orderBeforeReuse(const Slot& slot) {
   const Stream home = slot.buffer.home;
   bool asked = !slot.buffer.owner;
   for (const Token& token : slot.readers.all()) {
-    if (token.knownDone() || token.isOn(home)) continue;
+    if (token.isBefore(home)) continue;
     // Somebody else's memory goes back to his stream, which must not wait for ours while it is being captured.
     if (!std::exchange(asked, true) && link_.capturing(home)) throw Error("offload: a stream is being captured.");
     token.orderBefore(home);
@@ -285,7 +286,8 @@ void Residency::orderBeforeReuse(const Slot& slot) {
 
 void Residency::release(Slots& retired) noexcept {
   Slots refused;
-  for (auto& slot : retired) {
+  // The last first: whoever waits for its uses waits for most of the others'.
+  for (auto& slot : std::views::reverse(retired)) {
     if (slot->buffer.data == nullptr) continue;
     try {
       orderBeforeReuse(*slot);

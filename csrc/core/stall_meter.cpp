@@ -23,8 +23,7 @@ StallMeter::~StallMeter() {
 }
 
 void StallMeter::orderBefore(std::span<const Token> tokens, Stream stream) {
-  const auto isBefore = [stream](const Token& token) { return token.knownDone() || token.isOn(stream); };
-  if (std::all_of(tokens.begin(), tokens.end(), isBefore)) return;
+  if (std::ranges::all_of(tokens, [stream](const Token& token) { return token.isBefore(stream); })) return;
   const Wait wait = begin(stream);
   try {
     for (const Token& token : tokens) token.orderBefore(stream);

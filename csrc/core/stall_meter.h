@@ -4,7 +4,7 @@
 // A stream that is to run behind a copy gets a timer on each side of its wait. It does nothing else between the two, so the time
 // between them is how long it stood still: none where it came there after the copy had landed. Timers are read when somebody asks, or
 // when there are many; neither a stream nor the host waits for one. Not counted is what can't be timed, what a graph does, and the wait for
-// a copy so small that to record the timers takes the host as long as the link takes for it.
+// a copy of less than kLeastBytes: there the host has no time for more calls of the driver, or it would hold the link up.
 #pragma once
 
 #include "core/token.h"
@@ -38,7 +38,7 @@ class StallMeter {
     if (bytes < kLeastBytes) return copy.orderBefore(stream);
     orderBefore(std::span(&copy, 1), stream);
   }
-  static constexpr std::size_t kLeastBytes = std::size_t{256} << 10;
+  static constexpr std::size_t kLeastBytes = std::size_t{2} << 20;
   /// Of all that have ended.
   StallStats stats() noexcept;
 

@@ -11,10 +11,13 @@ namespace offload {
 
 namespace {
 constexpr std::size_t kMostDeferred = 64; // streams; some come and go
+constexpr std::size_t kMostWaits = 64; // pairs of them
 } // namespace
 
 struct EventPool::Shared {
-  explicit Shared(Link& l) : link(l) {}
+  explicit Shared(Link& l) : link(l) {
+    waits.reserve(kMostWaits);
+  }
 
   Event take(int device) {
     {
@@ -38,10 +41,21 @@ struct EventPool::Shared {
     link.destroyEvent(event); // of a token that outlives the pool
   }
 
+  /// The newest place of a stream that another one waits for, by the clock before it was recorded.
+  struct Wait {
+    Stream of;
+    Stream by;
+    std::uint64_t recording;
+  };
+
+  bool waitsFor(const Token::Record& record, Stream stream) noexcept;
+  void noteWait(const Token::Record& record, Stream stream) noexcept;
+
   Link& link;
   std::mutex mutex;
   bool closed = false;
   std::unordered_map<int, std::vector<Event>> idle;
+  std::vector<Wait> waits; // one for each pair of streams
   std::atomic<std::uint64_t> clock{0};
 };
 
@@ -95,6 +109,27 @@ struct Token::Record {
   std::atomic<std::uint64_t> recorded{UINT64_MAX};
 };
 
+// Work of one stream is in order, so whoever waits for a place waits for what was recorded before it.
+bool EventPool::Shared::waitsFor(const Token::Record& record, Stream stream) noexcept {
+  const std::lock_guard lock(mutex);
+  return std::ranges::any_of(waits, [&](const Wait& wait) {
+    return wait.of == record.stream && wait.by == stream &&
+        (record.recorded < wait.recording || record.recording == wait.recording);
+  });
+}
+
+void EventPool::Shared::noteWait(const Token::Record& record, Stream stream) noexcept {
+  const std::lock_guard lock(mutex);
+  const auto known =
+      std::ranges::find_if(waits, [&](const Wait& wait) { return wait.of == record.stream && wait.by == stream; });
+  if (known != waits.end()) {
+    known->recording = std::max(known->recording, record.recording);
+    return;
+  }
+  if (waits.size() >= kMostWaits) waits.erase(waits.begin());
+  waits.push_back({record.stream, stream, record.recording});
+}
+
 bool Token::done() const {
   if (knownDone()) return true;
   if (!record_->pool->link.query(record_->recordedEvent())) return false;
@@ -116,9 +151,14 @@ bool Token::isOn(Stream stream) const noexcept {
   return record_ && record_->stream == stream;
 }
 
+bool Token::isBefore(Stream stream) const noexcept {
+  return knownDone() || isOn(stream) || record_->pool->waitsFor(*record_, stream);
+}
+
 void Token::orderBefore(Stream stream) const {
-  if (knownDone() || isOn(stream)) return;
+  if (isBefore(stream)) return;
   record_->pool->link.wait(stream, record_->recordedEvent());
+  record_->pool->noteWait(*record_, stream);
 }
 
 bool Token::impliedBy(const Token& later) const noexcept {

@@ -24,6 +24,9 @@ class Token {
   void wait() const;
   /// Whether it is a point of this stream: what is enqueued there later runs after it without more ado.
   bool isOn(Stream stream) const noexcept;
+  /// Whether later work on `stream` runs after this without more ado, as far as is known: this is done, or on that stream, or it waits
+  /// for this already, or for what came later where this did.
+  bool isBefore(Stream stream) const noexcept;
   /// Makes later work on `stream` run after this. Never blocks.
   void orderBefore(Stream stream) const;
   /// Whether `later` was recorded on the same stream after this one, so that it being done tells that this one is.

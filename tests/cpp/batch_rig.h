@@ -1,7 +1,10 @@
-// A link that watches how copies to the device are enqueued, one by one or several at once, and refuses device memory when it is told to.
+// A link that watches how copies to the device are enqueued, one by one or several at once, and what else that takes, and refuses device
+// memory when it is told to.
 #pragma once
 
 #include "core_rig.h"
+
+#include <atomic>
 
 namespace offload::core_test {
 
@@ -29,6 +32,15 @@ class BatchLink : public FaultLink {
     throw Error("offload: the device was made to fail after some of the copies.");
   }
 
+  void wait(Stream stream, Event event) override {
+    ++waits;
+    FaultLink::wait(stream, event);
+  }
+  bool query(Event event) override {
+    ++queries;
+    return FaultLink::query(event);
+  }
+
   void* allocate(std::size_t bytes, Stream stream) override {
     if (whenAllocating) std::exchange(whenAllocating, nullptr)();
     if (refuses > 0 && --refuses == 0) {
@@ -40,6 +52,8 @@ class BatchLink : public FaultLink {
 
   std::vector<std::size_t> singles; // their bytes
   std::vector<std::vector<Copy>> batches;
+  std::atomic<std::size_t> waits{0}; // of streams
+  std::atomic<std::size_t> queries{0};
   std::function<void(std::span<const Copy>)> meanwhile; // called once, while a batch is being enqueued
   std::function<void()> whenAllocating; // called once, in tests of one thread
   std::size_t failAfter = SIZE_MAX; // copies of a batch

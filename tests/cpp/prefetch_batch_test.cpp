@@ -127,6 +127,22 @@ TEST_F(PrefetchBatch, WhatIsAheadIsRefilledWhenHalfOfItIsLeft) {
   checkValues();
 }
 
+// The stream that computes waits for its copies, and the copies for the memory that they go to.
+TEST_F(PrefetchBatch, TwoStreamsWaitOnceForABatch) {
+  CoreOptions late = options();
+  late.sim.bias = SimBias::Late; // no copy is done before somebody waits for it
+  late.sim.maxPending = SIZE_MAX;
+  make(late);
+  forward(2);
+  rig_->link.batches.clear();
+  rig_->link.waits = rig_->link.queries = 0;
+  forward(3);
+  EXPECT_EQ(rig_->link.batches.size(), 18U);
+  EXPECT_EQ(rig_->link.waits, 36U);
+  EXPECT_EQ(rig_->link.queries, 18U + 72U) << "and every fetch asks whether the link has nothing to do";
+  checkValues();
+}
+
 TEST_F(PrefetchBatch, NoFetchWaitsForABatch) {
   make(options());
   forward(2);

@@ -146,6 +146,67 @@ TEST(Token, OrdersOtherStreams) {
   }
 }
 
+TEST(Token, AStreamWaitsOnceForAPlaceAndAllBeforeIt) {
+  TokenRig rig;
+  const Stream three = rig.sim.createStream(0);
+  const Token early = rig.pool.record(rig.one);
+  const Token place = rig.pool.record(rig.one);
+  place.orderBefore(rig.two);
+  EXPECT_EQ(rig.link.waits, 1);
+  for (const Token& token : {early, place, Token(early)}) {
+    EXPECT_TRUE(token.isBefore(rig.two));
+    token.orderBefore(rig.two);
+    EXPECT_FALSE(token.isBefore(three));
+    EXPECT_FALSE(token.knownDone());
+  }
+  EXPECT_EQ(rig.link.waits, 1);
+  const Token late = rig.pool.record(rig.one);
+  const Token elsewhere = rig.pool.record(three);
+  EXPECT_FALSE(late.isBefore(rig.two));
+  EXPECT_FALSE(elsewhere.isBefore(rig.two));
+  late.orderBefore(rig.two);
+  place.orderBefore(rig.two); // which changes nothing about `late`
+  late.orderBefore(rig.two);
+  EXPECT_EQ(rig.link.waits, 2);
+  early.orderBefore(three);
+  EXPECT_EQ(rig.link.waits, 3);
+  EXPECT_FALSE(place.isBefore(three));
+}
+
+TEST(Token, AWaitForWhatWasDeferredIsNoneForWhatComesBeforeItsPlaceWasSettled) {
+  TokenRig rig;
+  const Token deferred = rig.pool.defer(rig.one);
+  const Token between = rig.pool.record(rig.one);
+  EXPECT_FALSE(deferred.isBefore(rig.two));
+  between.orderBefore(rig.two);
+  EXPECT_FALSE(deferred.isBefore(rig.two)); // it means a place that nobody knows yet
+  deferred.orderBefore(rig.two);
+  EXPECT_EQ(rig.link.waits, 2);
+}
+
+TEST(Token, AWaitThatWasRefusedIsNone) {
+  TokenRig rig;
+  const Token token = rig.pool.record(rig.one);
+  rig.link.fail(1);
+  EXPECT_THROW(token.orderBefore(rig.two), Error);
+  EXPECT_FALSE(token.isBefore(rig.two));
+  token.orderBefore(rig.two);
+  EXPECT_TRUE(token.isBefore(rig.two));
+}
+
+TEST(Token, WaitsOfManyStreamsAreForgottenAndAskedForAgain) {
+  TokenRig rig;
+  const Token token = rig.pool.record(rig.one);
+  std::vector<Stream> streams;
+  for (int k = 0; k < 200; ++k) streams.push_back(rig.sim.createStream(0));
+  for (const Stream stream : streams) token.orderBefore(stream);
+  EXPECT_EQ(rig.link.waits, 200);
+  EXPECT_TRUE(token.isBefore(streams.back()));
+  EXPECT_FALSE(token.isBefore(streams.front()));
+  token.orderBefore(streams.front());
+  EXPECT_EQ(rig.link.waits, 201);
+}
+
 TEST(Token, DefaultStreamsOfTwoDevicesAreTwoStreams) {
   TokenRig rig;
   const Token token = rig.pool.record({0, nullptr});
