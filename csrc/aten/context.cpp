@@ -4,11 +4,10 @@
 #include "aten/cuda_glue.h"
 #include "aten/settings_check.h"
 #include "core/error.h"
+#include "core/forked.h"
 #include "core/link/sim_link.h"
 
 #include <c10/util/Exception.h>
-
-#include <pthread.h>
 
 #include <charconv>
 #include <cstdlib>
@@ -19,7 +18,6 @@ namespace offload {
 namespace {
 
 std::atomic<Context*> theContext{nullptr};
-std::atomic<bool> forkedAfterUse{false};
 
 std::vector<std::function<void()>>& firstUseTasks() {
   static auto* tasks = new std::vector<std::function<void()>>();
@@ -59,7 +57,7 @@ std::size_t defaultRingBytes(Backend backend) {
 
 void refuseFork() {
   TORCH_CHECK(
-      !forkedAfterUse.load(std::memory_order_relaxed),
+      !isForked(),
       "offload: this process was forked from one that had already used offload tensors, and page-locked memory and CUDA do "
       "not survive a fork. Start workers with multiprocessing's \"spawn\" or \"forkserver\" method, or fork before the "
       "first use.");
@@ -105,7 +103,7 @@ Context& Context::get() {
     auto* created = new Context(Settings::fromEnvironment());
     theContext.store(created, std::memory_order_release);
     // Plain host memory is the child's own after a fork; only what a device knows of is lost.
-    if (created->hasCache()) pthread_atfork(nullptr, nullptr, [] { forkedAfterUse.store(true); });
+    if (created->hasCache()) noteForks();
     for (const auto& task : firstUseTasks()) task();
     return created;
   }();
@@ -121,7 +119,7 @@ Context* Context::ifCreated() noexcept {
 }
 
 bool Context::inUse() noexcept {
-  return ifCreated() != nullptr && !forkedAfterUse.load(std::memory_order_relaxed);
+  return ifCreated() != nullptr && !isForked();
 }
 
 Context::Context(const Settings& settings) {
@@ -273,7 +271,7 @@ c10::DataPtr Context::listed(Block* block) {
 
 void Context::deleteBlock(void* context) noexcept {
   if (static_cast<Block*>(context)->owners.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-  if (forkedAfterUse.load(std::memory_order_relaxed)) return; // what keeps its memory may know of a device
+  if (isForked()) return; // what keeps its memory may know of a device
   std::unique_ptr<Block> block(static_cast<Block*>(context));
   Context& self = *ifCreated();
   {
@@ -315,7 +313,7 @@ HostLease Context::lease(Block& block, Access access) const {
 
 void Context::drain(bool close) const {
   if (!residency_) return;
-  if (forkedAfterUse.load(std::memory_order_relaxed)) {
+  if (isForked()) {
     // A child has none of the threads, and what they had to do is the parent's affair.
     if (close) return;
     refuseFork();

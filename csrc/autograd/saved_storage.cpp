@@ -2,6 +2,7 @@
 
 #include "autograd/saved_order.h"
 #include "autograd/saved_tensors.h"
+#include "core/forked.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -47,6 +48,7 @@ SavedStorage::SavedStorage(std::shared_ptr<SavedTensors> owner, FetchedSource so
       key_(nullptr) {}
 
 SavedStorage::~SavedStorage() {
+  if (isForked()) return;
   const bool held = storage_ && storage_.use_count() > 1;
   SavedOrder::of(target_).forget(*this, held ? 0 : storage_ ? bytes_ : extent_.bytes());
   owner_->forget(*this);

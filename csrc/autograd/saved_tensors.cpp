@@ -14,6 +14,7 @@ namespace offload {
 namespace {
 
 constexpr std::size_t kLookedAt = 32; // of those that wait, whenever something is saved
+constexpr std::size_t kMostGone = 32; // in a list, beside as many as are there
 
 constexpr c10::DispatchKeySet kWrappers({
     c10::DispatchKey::Python,
@@ -140,7 +141,11 @@ void SavedTensors::sendHomeWhatMayGo(c10::Device target, std::size_t look, std::
     const std::lock_guard lock(owner->mutex_);
     saved->isAlone_ = true;
     owner->aloneBytes_ += saved->bytes_;
+    ++owner->aloneCount_;
     owner->alone_.push_back(saved);
+    if (owner->alone_.size() > 2 * owner->aloneCount_ + kMostGone) {
+      std::erase_if(owner->alone_, [](const auto& storage) { return storage.expired(); });
+    }
   }
   for (const auto& owner : owners) owner->sendWhatExceeds();
 }
@@ -157,6 +162,7 @@ void SavedTensors::sendWhatExceeds() {
       if (!next) return;
       next->isAlone_ = false;
       aloneBytes_ -= next->bytes_;
+      --aloneCount_;
     }
     try {
       if (Context::get().link()->capturing(next->stream_)) continue;
@@ -228,7 +234,10 @@ at::Tensor SavedTensors::unpack(const SavedTensor& saved) {
 void SavedTensors::forget(SavedStorage& saved) noexcept {
   if (saved.isHome_) hostBytes_ -= saved.extent_.bytes();
   const std::lock_guard lock(mutex_);
-  if (saved.isAlone_) aloneBytes_ -= saved.bytes_;
+  if (saved.isAlone_) {
+    aloneBytes_ -= saved.bytes_;
+    --aloneCount_;
+  }
   if (saved.isStaying_) stayingBytes_ -= saved.bytes_;
 }
 

@@ -121,8 +121,9 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   std::atomic<bool> warned_{false};
 
   std::mutex mutex_; // never held across a call of the Link, nor while a SavedStorage goes
-  std::deque<std::weak_ptr<SavedStorage>> alone_; // that nobody else holds, and that are not home
-  std::size_t aloneBytes_ = 0;
+  std::deque<std::weak_ptr<SavedStorage>> alone_; // that nobody else holds, and that are not home; and some that are gone
+  std::size_t aloneBytes_ = 0; // of those that are there
+  std::size_t aloneCount_ = 0;
   std::size_t stayingBytes_ = 0; // of the device, which might have gone
   std::map<c10::DeviceIndex, std::size_t> noted_; // how many tensors of a device have been saved since the last left()
 };

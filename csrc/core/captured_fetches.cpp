@@ -1,6 +1,7 @@
 #include "core/captured_fetches.h"
 
 #include "core/error.h"
+#include "core/forked.h"
 
 #include <algorithm>
 #include <thread>
@@ -28,7 +29,7 @@ CapturedFetches::CapturedFetches(
 }
 
 CapturedFetches::~CapturedFetches() {
-  if (!staging_->closed()) destroy();
+  if (!isForked() && !staging_->closed()) destroy();
 }
 
 void CapturedFetches::destroy() noexcept {

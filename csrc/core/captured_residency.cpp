@@ -135,14 +135,17 @@ void Residency::beginReplay(const CapturedFetches& graph, Stream stream) {
 void Residency::endReplay(const CapturedFetches& graph, Stream stream) {
   const Token done = events_.record(stream);
   graph.staging().addUse(done);
+  std::vector<TokenSet*> many;
   {
     const Lock lock(mutex_);
     for (Block* block : graph.blocks()) {
       block->readers.add(done);
+      if (block->readers.all().size() > kManyTokens) many.push_back(&block->readers);
       --block->issuing;
     }
   }
   issued_.notify_all();
+  forgetDone(many);
   graph.staging().endTurn();
 }
 

@@ -1,12 +1,11 @@
 #include "core/device_lease.h"
 
+#include "core/forked.h"
 #include "core/residency.h"
 
 namespace offload {
 namespace {
 
-// Tokens of streams that come and go don't imply each other; what is done is forgotten where there are so many.
-constexpr std::size_t kManyReaders = 64;
 // Whoever reads in place fetches nothing, and after so many the budget may be another.
 constexpr std::uint64_t kLookedForEvery = 64;
 
@@ -69,6 +68,7 @@ DeviceLease Residency::leaseToDevice(Block& block, Extent extent, Stream stream,
 }
 
 void Residency::endDeviceLease(Block& block, Extent extent, Stream stream) noexcept {
+  if (isForked()) return;
   const auto audited = audit("endDeviceLease", &block);
   {
     const Lock lock(mutex_);
@@ -77,24 +77,16 @@ void Residency::endDeviceLease(Block& block, Extent extent, Stream stream) noexc
   link_.deviceAccess(static_cast<const std::byte*>(block.data) + extent.begin, extent.bytes(), Access::Read, stream);
   const Token used = events_.record(stream);
   TokenSet& all = device(stream.device).readers;
-  std::vector<Token> many;
+  std::vector<TokenSet*> many;
   {
     const Lock lock(mutex_);
     block.readers.add(used);
     all.add(used);
-    for (const TokenSet* set : {&block.readers, &all}) {
-      if (set->all().size() > kManyReaders) set->appendTo(many);
+    for (TokenSet* const set : {&block.readers, &all}) {
+      if (set->all().size() > kManyTokens) many.push_back(set);
     }
   }
-  if (many.empty()) return;
-  try {
-    for (const Token& token : many) token.done();
-  } catch (...) {
-    // The Link says nothing of it now; whoever waits for it is told.
-  }
-  const Lock lock(mutex_);
-  block.readers.prune();
-  all.prune();
+  forgetDone(many);
 }
 
 } // namespace offload

@@ -1,6 +1,7 @@
 #include "core/held_copies.h"
 
 #include "core/error.h"
+#include "core/forked.h"
 
 namespace offload {
 namespace {
@@ -40,6 +41,7 @@ std::shared_ptr<HeldCopy> HeldCopies::get(
 }
 
 void HeldCopies::destroy(HeldCopy* copy) noexcept {
+  if (isForked()) return;
   const Key key{&copy->block, copy->extent.begin, copy->extent.end};
   const std::size_t bytes = bytesFor(copy->extent);
   delete copy;

@@ -45,7 +45,7 @@ bool HostJobs::submit(const Job& job) noexcept {
       if (at->second) entry->before.push_back(at->second);
     }
     if (when_ == When::Soon && !thread_.joinable()) thread_ = std::thread([this] { work(); });
-    queue_.push_back(entry);
+    entry->place = queue_.insert(queue_.end(), entry);
     for (const Block* block : job.blocks) last_[block] = entry;
   } catch (...) {
     return false; // no memory, or no thread
@@ -63,6 +63,7 @@ HostJobs::EntryPtr HostJobs::mark(const Block& block) {
   const auto last = last_.find(&block);
   if (last == last_.end() || !last->second) return nullptr;
   last->second->wanted = true;
+  anyWanted_ = true;
   EntryPtr first;
   // Whatever comes before an entry is further in front.
   for (auto at = queue_.rbegin(); at != queue_.rend(); ++at) {
@@ -122,7 +123,7 @@ HostJobStats HostJobs::stats() {
 
 // One runs at a time: the thread's, or by turns.
 void HostJobs::run(Lock& lock, EntryPtr entry) {
-  queue_.remove(entry);
+  queue_.erase(entry->place);
   busy_ = entry;
   lock.unlock();
   entry->job.run();
@@ -151,12 +152,17 @@ void HostJobs::work() {
 HostJobs::EntryPtr HostJobs::next(Lock& lock) {
   const EntryPtr first = queue_.front();
   std::vector<EntryPtr> candidates;
-  for (const bool wanted : {true, false}) {
+  const auto add = [&](bool wanted) {
+    bool any = false;
     for (const EntryPtr& entry : queue_) {
       if (candidates.size() == kMostAsked) break;
+      any = any || entry->wanted;
       if (entry->wanted == wanted && entry->isNext()) candidates.push_back(entry);
     }
-  }
+    return any || candidates.size() == kMostAsked;
+  };
+  if (anyWanted_) anyWanted_ = add(true);
+  add(false);
   lock.unlock();
   const auto found =
       std::find_if(candidates.begin(), candidates.end(), [](const auto& entry) { return !isHeldUp(entry->job); });

@@ -72,6 +72,7 @@ class HostJobs {
     std::vector<std::shared_ptr<Entry>> before; // with which it shares a Block; cleared when it is done
     bool wanted = false;
     bool done = false;
+    std::list<std::shared_ptr<Entry>>::iterator place{}; // in the queue, until it is being done
 
     bool isNext() const;
   };
@@ -91,6 +92,7 @@ class HostJobs {
   std::mutex turn_; // whose runFor() or drain() it is
   std::list<EntryPtr> queue_; // as they were submitted
   std::unordered_map<const Block*, EntryPtr> last_; // of those that are not done
+  bool anyWanted_ = false; // of the queue, or there was
   EntryPtr busy_; // the one that is being done
   std::uint64_t submitted_ = 0;
   bool stop_ = false;

@@ -1,6 +1,7 @@
 #include "core/residency.h"
 
 #include "core/error.h"
+#include "core/forked.h"
 #include "core/host_wait.h"
 #include "core/shared_memory.h"
 
@@ -62,6 +63,7 @@ Pin Residency::fetch(Block& block, Extent extent, Stream stream) {
   Device& dev = device(stream.device);
   look(dev);
   Slots retired;
+  const ReleaseAtEnd atEnd{*this, retired};
   Ahead next;
   Lock lock(mutex_);
   ++dev.queue.stats.fetches;
@@ -144,6 +146,7 @@ HostLease Residency::lease(Block& block, Access access) {
 }
 
 void Residency::endLease(Block& block, Access access) noexcept {
+  if (isForked()) return;
   const auto audited = audit("endLease", &block);
   if (access == Access::Write) markWritten(block);
   {
@@ -261,11 +264,19 @@ void Residency::warnOfRing(std::size_t bytes) {
 }
 
 void Residency::retireStale(Block& block, Slots& retired) {
-  for (const auto& slot : Slots(block.slots)) {
-    if (holdsNewest(*slot, block)) continue;
+  const auto stale = std::stable_partition(
+      block.slots.begin(), block.slots.end(), [&block](const auto& slot) { return holdsNewest(*slot, block); });
+  Slots all(stale, block.slots.end());
+  // Those that go are not looked for among all the others.
+  block.slots.erase(stale, block.slots.end());
+  for (auto& slot : all) {
     SlotQueue& queue = device(slot->device).queue;
     queue.move(slot, Share::Passing); // also where it was Dirty: nobody wants those bytes home any more
-    if (slot->pins == 0) queue.retire(slot, retired);
+    if (slot->pins > 0) {
+      block.slots.push_back(std::move(slot));
+    } else {
+      queue.retire(std::move(slot), retired);
+    }
   }
 }
 
@@ -285,6 +296,7 @@ void Residency::orderBeforeReuse(const Slot& slot) {
 }
 
 void Residency::release(Slots& retired) noexcept {
+  if (retired.empty()) return;
   Slots refused;
   // The last first: whoever waits for its uses waits for most of the others'.
   for (auto& slot : std::views::reverse(retired)) {
@@ -313,6 +325,7 @@ void Residency::releaseLater(std::shared_ptr<Slot> slot) {
 }
 
 void Residency::unpin(const std::shared_ptr<Slot>& slot, const StreamSet& streams) noexcept {
+  if (isForked()) return;
   const auto audited = audit("unpin");
   if (slot->captured) return slot->captured->release(*slot, streams);
   Slots retired;
@@ -351,7 +364,30 @@ void Residency::recordUses(const std::shared_ptr<Slot>& slot, const StreamSet& s
     return;
   }
   for (Token& token : used) slot->readers.add(std::move(token));
+  if (slot->readers.all().size() > kManyTokens) {
+    TokenSet* const readers = &slot->readers;
+    lock.unlock();
+    forgetDone({&readers, 1});
+    lock.lock();
+  }
   letGo(slot, retired);
+}
+
+// The sets must last meanwhile.
+void Residency::forgetDone(std::span<TokenSet* const> sets) noexcept {
+  if (sets.empty()) return;
+  try {
+    std::vector<Token> tokens;
+    {
+      const Lock lock(mutex_);
+      for (const TokenSet* set : sets) set->appendTo(tokens);
+    }
+    for (const Token& token : tokens) token.done();
+  } catch (...) {
+    // The Link says nothing of it now; whoever waits for it is told.
+  }
+  const Lock lock(mutex_);
+  for (TokenSet* const set : sets) set->prune();
 }
 
 // Under the mutex: one Pin less, and on the last one the account that the Schedule has chosen by now.

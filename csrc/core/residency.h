@@ -293,6 +293,18 @@ class Residency {
     Block* block;
   };
 
+  /// What has been retired under the mutex is released once that is not held, although something is thrown: declared before the lock.
+  struct ReleaseAtEnd {
+    Residency& residency;
+    Slots& retired;
+    ~ReleaseAtEnd() {
+      residency.release(retired);
+    }
+  };
+
+  // Tokens of streams that come and go don't imply each other; what is done is forgotten where a set has more.
+  static constexpr std::size_t kManyTokens = 64;
+
   Device& device(int index);
   const Device& device(int index) const;
   std::shared_ptr<Slot> find(const Block& block, Extent extent, int device) const;
@@ -353,6 +365,7 @@ class Residency {
   void copyAllIn(const std::vector<Copying>& batch, Device& device, const std::vector<Token>& after, TokenSet& reads);
   void unpin(const std::shared_ptr<Slot>& slot, const StreamSet& streams) noexcept;
   void recordUses(const std::shared_ptr<Slot>& slot, const StreamSet& streams, Slots& retired) noexcept;
+  void forgetDone(std::span<TokenSet* const> sets) noexcept;
   void endLease(Block& block, Access access) noexcept;
   void endDeviceLease(Block& block, Extent extent, Stream stream) noexcept;
   void limitJobs(const std::vector<Claim>& claims);

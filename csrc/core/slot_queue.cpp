@@ -50,6 +50,7 @@ void SlotQueue::charge(Slot& slot, Share share) {
   if (share == Share::Staying) slot.isLeaving = false;
   if (auto* account = accountOf(slot)) *account += slot.buffer.bytes;
   if (isResult(slot)) resultBytes_ += slot.buffer.bytes;
+  if (share == Share::Dirty) dirtyUsedSince_ = std::min(dirtyUsedSince_, slot.lastUse);
 }
 
 void SlotQueue::discharge(Slot& slot) {
@@ -239,13 +240,18 @@ std::size_t SlotQueue::unusedBytes(std::uint64_t since) const {
   return bytes;
 }
 
-std::shared_ptr<Slot> SlotQueue::oldestDirty(bool addendToo, std::uint64_t unusedSince) const {
-  const auto found = std::find_if(dirty_.begin(), dirty_.end(), [&](const auto& slot) {
+std::shared_ptr<Slot> SlotQueue::oldestDirty(bool addendToo, std::uint64_t unusedSince) {
+  if (unusedSince <= dirtyUsedSince_) return nullptr;
+  bool anyOld = false;
+  for (const auto& slot : dirty_) {
+    if (unusedSince != UINT64_MAX && slot->lastUse >= unusedSince) continue;
+    anyOld = true;
+    if (slot->state != SlotState::Dirty || (!addendToo && slot.get() == addend_)) continue;
     const bool busy = slot->mayChange || slot->block->issuing > 0 || slot->block->leases > 0;
-    const bool old = unusedSince == UINT64_MAX || slot->lastUse < unusedSince;
-    return old && (addendToo || slot.get() != addend_) && slot->state == SlotState::Dirty && !busy;
-  });
-  return found == dirty_.end() ? nullptr : *found;
+    if (!busy) return slot;
+  }
+  if (!anyOld && unusedSince != UINT64_MAX) dirtyUsedSince_ = unusedSince;
+  return nullptr;
 }
 
 void SlotQueue::validate(const std::function<void(const std::shared_ptr<Slot>&)>& visit) const {

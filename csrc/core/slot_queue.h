@@ -91,7 +91,7 @@ class SlotQueue {
   bool dropStaying(Slots& retired);
   /// Null if there is none that nobody is busy with, or may change, and that was not used since there had been so many fetches. The addend
   /// only if it is to be, too.
-  std::shared_ptr<Slot> oldestDirty(bool addendToo, std::uint64_t unusedSince = UINT64_MAX) const;
+  std::shared_ptr<Slot> oldestDirty(bool addendToo, std::uint64_t unusedSince = UINT64_MAX);
 
   /// Of what is Dirty, bytes that the write buffer holds.
   std::size_t bufferedBytes() const noexcept {
@@ -153,6 +153,8 @@ class SlotQueue {
   std::size_t writeBuffer_ = 0;
   const Slot* addend_ = nullptr; // while it is Dirty
   std::size_t resultBytes_ = 0; // of dirty_, but for gradients
+  std::uint64_t dirtyUsedSince_ =
+      0; // all of dirty_ has been used since there had been so many fetches: it need not be looked through
   std::size_t idleBytes_ = 0; // of passing_
   std::size_t leavingBytes_ = 0;
   std::array<std::size_t, kPurposes.size()> leavingOf_{}; // of these, by what they are for

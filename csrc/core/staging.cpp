@@ -1,5 +1,6 @@
 #include "core/staging.h"
 
+#include "core/forked.h"
 #include "core/host_wait.h"
 
 #include <utility>
@@ -7,7 +8,7 @@
 namespace offload {
 
 Staging::Buffer::~Buffer() {
-  staging->free(*this);
+  if (!isForked()) staging->free(*this);
 }
 
 Staging::BufferPtr Staging::add(void* data, std::size_t bytes, bool held) {

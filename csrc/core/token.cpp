@@ -1,6 +1,7 @@
 #include "core/token.h"
 
 #include "core/error.h"
+#include "core/forked.h"
 #include "core/host_wait.h"
 
 #include <algorithm>
@@ -63,7 +64,7 @@ struct Token::Record {
   Record(std::shared_ptr<EventPool::Shared> p, Stream s, bool later)
       : pool(std::move(p)), stream(s), deferred(later), recording(pool->clock++) {}
   ~Record() {
-    if (Event own = event.load()) pool->giveBack(stream.device, own);
+    if (Event own = event.load(); own && !isForked()) pool->giveBack(stream.device, own);
   }
   Record(const Record&) = delete;
   Record& operator=(const Record&) = delete;

@@ -378,6 +378,21 @@ TEST(CapturedFetches, ReplaysOnStreamsThatComeAndGoLeaveNothing) {
   }
 }
 
+TEST(CapturedFetches, ReplaysOnStreamsThatComeAndGoLeaveFewTokens) {
+  GraphRig rig(graphOptions());
+  const auto block = rig.newBlock(pattern(1, kBytes));
+  Reader reader(rig);
+  reader.capture({block.get()});
+  for (std::uint64_t k = 1; k <= 500; ++k) {
+    Stream stream = rig.sim.createStream(0);
+    stream.id = k;
+    reader.replay(stream);
+    if (k % 50 == 0) rig.sim.drain();
+    ASSERT_LE(block->readers.all().size(), 128U);
+  }
+  rig.sim.drain();
+}
+
 // As when a backward pass is captured for itself: what the forward's fetches are used by then is known when that capture has ended.
 TEST(CapturedFetches, AStreamMayGoWhenItsCapturesHaveEnded) {
   for (const bool captured : {true, false}) {

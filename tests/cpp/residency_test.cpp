@@ -343,6 +343,28 @@ TEST(Residency, AForgottenBlockHasItsCopiesToWaitFor) {
   EXPECT_TRUE(rig.cache.forget(*unused).empty());
 }
 
+TEST(Residency, StreamsThatComeAndGoLeaveFewTokens) {
+  for (const std::size_t budget : {0, 1 << 20}) { // so that the Slot passes, or stays
+    CoreOptions options;
+    options.cache.budgetBytes = budget;
+    Rig rig(options);
+    const auto block = rig.newBlock(pattern(1, 1000));
+    for (std::uint64_t k = 1; k <= 1000; ++k) {
+      Stream own = rig.sim.createStream(0);
+      own.id = k;
+      const Pin pin = rig.cache.fetch(*block, {0, 1000}, own);
+      rig.sim.launch(own, [] {}, {{pin.data(), 1000}}, {});
+      if (k % 50 == 0) rig.sim.drain();
+      ASSERT_EQ(block->slots.size(), 1U);
+      ASSERT_LE(block->slots[0]->readers.all().size(), 128U);
+    }
+    EXPECT_EQ(rig.cache.stats(0).hits, 999U);
+    rig.cache.emptyCache(0);
+    rig.sim.drain();
+    EXPECT_EQ(rig.sim.bytesInUse(0), 0U);
+  }
+}
+
 TEST(Residency, APinMayBeMoved) {
   Rig rig;
   const auto block = rig.newBlock(pattern(1, 1000));

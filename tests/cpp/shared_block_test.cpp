@@ -1,6 +1,9 @@
 // Blocks of several processes: two caches, each with a Link of its own, open the same memory.
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
 #include <thread>
 
 #include "core_rig.h"
@@ -198,6 +201,48 @@ TEST_P(SharedBlock, WorkForLaterIsDoneAndToldWhenItsCallReturns) {
     EXPECT_EQ(rig.read(*own), next);
     rig.cache.validate(*block);
   }
+}
+
+// A fetch that waits for work which fails has given the Slot of an older value up by then.
+TEST_P(SharedBlock, AFetchThatIsToldOfAFailureLosesNoMemory) {
+  bool told = false;
+  for (int attempt = 0; attempt < 200 && !told; ++attempt) {
+    EXPECT_EQ(one.fetched().size(), kBytes);
+    two.rig.write(*two.block, pattern(static_cast<std::uint64_t>(attempt), kBytes));
+    std::atomic<bool> begun{false};
+    std::atomic<bool> goes{false};
+    std::thread worker([&] {
+      try {
+        one.rig.cache.runLater({{one.block.get(), Access::Write}}, [&] {
+          begun = true;
+          while (!goes) std::this_thread::yield();
+          throw std::runtime_error("no room");
+        });
+      } catch (const Error&) {
+        // Then this thread is told.
+      }
+    });
+    while (!begun) std::this_thread::yield();
+    std::thread end([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      goes = true;
+    });
+    try {
+      (void)one.fetched();
+    } catch (const Error&) {
+      told = true;
+    }
+    end.join();
+    worker.join();
+    try {
+      one.rig.cache.drain(false);
+    } catch (const Error&) {
+      // Or nobody was.
+    }
+  }
+  EXPECT_TRUE(told);
+  one.rig.cache.emptyCache(0);
+  EXPECT_EQ(one.rig.sim.bytesInUse(0), 0U);
 }
 
 // Calls of either process, one after the other: each must find what the calls before it have left.

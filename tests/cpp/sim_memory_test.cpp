@@ -193,5 +193,19 @@ TEST(SimMemory, KeepsABoundedAmountForReuse) {
   EXPECT_GT(addresses.size(), kept.size());
 }
 
+TEST(SimMemory, KeepsNoMoreOfADeviceThatHasMuch) {
+  SimMemory memory(1, std::size_t{8} << 30);
+  SimRandom random(1);
+  std::set<void*> addresses;
+  for (std::uint64_t sequence = 1; sequence <= 20'000; ++sequence) {
+    SimMemory::Region& region = memory.allocate(4096, 0, hostActor, sequence, random);
+    addresses.insert(region.data);
+    memory.free(region, sequence);
+    memory.poisonFreed(region, 4096, region.number);
+  }
+  EXPECT_GT(addresses.size(), 1000U);
+  EXPECT_LE(addresses.size(), 1025U);
+}
+
 } // namespace
 } // namespace offload

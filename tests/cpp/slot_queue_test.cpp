@@ -32,6 +32,12 @@ class SlotQueueTest : public ::testing::Test {
     EXPECT_TRUE(retired.empty());
     return slot;
   }
+  std::shared_ptr<Slot> newDirty() {
+    auto slot = newSlot();
+    slot->become(SlotState::Dirty);
+    queue_.move(slot, Share::Dirty);
+    return slot;
+  }
   /// What goes if `slots` of these are to be left.
   Slots goes(std::size_t slots) {
     Slots retired;
@@ -78,6 +84,33 @@ TEST_F(SlotQueueTest, OnceThatHasBeenTheLatestCounts) {
   queue_.expect(twice, 20);
   queue_.advance(5);
   EXPECT_EQ(goes(1), Slots{twice});
+}
+
+TEST_F(SlotQueueTest, WhatIsDirtyIsLookedThroughOnceForWhatIsUnused) {
+  const auto early = newDirty();
+  queue_.advance(10);
+  const auto late = newDirty();
+  EXPECT_EQ(queue_.oldestDirty(false, 5), early);
+  Slots retired;
+  queue_.pin(early);
+  queue_.unpin(early, true, retired);
+  EXPECT_EQ(queue_.oldestDirty(false, 10), nullptr);
+  // Behind the queue's back: whoever looked again would see it.
+  late->lastUse = 0;
+  EXPECT_EQ(queue_.oldestDirty(false, 10), nullptr);
+  late->lastUse = 10;
+  EXPECT_EQ(queue_.oldestDirty(false, 11), early);
+}
+
+TEST_F(SlotQueueTest, WhatBecomesDirtyLaterIsLookedAtWheneverItWasUsed) {
+  const auto clean = newSlot();
+  queue_.advance(10);
+  const auto dirty = newDirty();
+  EXPECT_EQ(queue_.oldestDirty(false, 10), nullptr);
+  clean->become(SlotState::Dirty);
+  queue_.move(clean, Share::Dirty);
+  EXPECT_EQ(queue_.oldestDirty(false, 10), clean);
+  EXPECT_EQ(queue_.oldestDirty(false, UINT64_MAX), dirty);
 }
 
 TEST_F(SlotQueueTest, NothingIsExpectedAnyMore) {

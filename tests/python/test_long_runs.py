@@ -145,6 +145,32 @@ def test_events_and_device_memory_do_not_grow():
     )
 
 
+@pytest.mark.skipif(SIM, reason="a process of its own")
+def test_what_is_kept_on_the_device_leaves_nothing_behind():
+    """What has been noted down as alone is gone before any of it has to be sent."""
+    passes(
+        """
+        import os, torch, torch_offload
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        net = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(8)]).to(device)
+        region = torch_offload.saved_tensors(min_bytes=0, keep_bytes=1 << 30)
+        x = torch.ones(4, 16, device=device)
+        def steps(count):
+            for _ in range(count):
+                with region:
+                    loss = net(x).exp().sum()
+                loss.backward()
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        early, late = steps(500), steps(2000)
+        assert late - early < 4 << 20, (early, late)
+        """,
+        TORCH_OFFLOAD_LINK="auto" if GPU else "sim",
+        TORCH_OFFLOAD_FAULT="0",
+        **ONE_THREAD,
+    )
+
+
 @pytest.mark.gpu
 def test_a_ceiling_of_gpu_memory():
     """500 steps of a model three times what the process may take beside what it has already."""

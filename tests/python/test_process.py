@@ -7,7 +7,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import GPU, HOST, SIM, passes, python
+from helpers import COMPUTE, GPU, HOST, SIM, passes, python
 
 EXITS = int(os.environ.get("TORCH_OFFLOAD_TEST_EXITS", "20"))
 
@@ -107,43 +107,77 @@ def test_fork_after_use_on_the_host():
     assert status_of_fork("y = net(x).detach()", child) == 5
 
 
+def children_that_hang(program: str, work: str, make: str, child: str, forks: int) -> int:
+    """How many children do not end that are forked while two threads do ``work``; each is forked behind ``make``, and does ``child``."""
+    loop = f"""
+import os, threading, time, torch, torch_offload
+torch.set_num_threads(1)
+{textwrap.dedent(program)}
+def work():
+{textwrap.indent(textwrap.dedent(work), "    ")}
+ends = threading.Event()
+def forever():
+    while not ends.is_set(): work()
+threads = [threading.Thread(target=forever) for _ in range(2)]
+for thread in threads: thread.start()
+hanging = 0
+for _ in range({forks}):
+{textwrap.indent(textwrap.dedent(make), "    ")}
+    child = os.fork()
+    if child == 0:
+{textwrap.indent(textwrap.dedent(child), "        ")}
+        os._exit(0)
+    until = time.monotonic() + 10
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > until:
+            hanging += 1
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            break
+        time.sleep(0.001)
+    if hanging: break
+ends.set()
+for thread in threads: thread.join()
+print(hanging)
+"""
+    return int(passes(loop))
+
+
 @pytest.mark.skipif(not HOST, reason="there is a device that does not survive a fork")
 def test_fork_while_other_threads_make_tensors():
     """As data loaders do beside a thread that prepares the next batch: a child finds no lock that nobody gives back."""
-    assert passes(
-        """
-        import os, threading, time, torch, torch_offload
-        torch.set_num_threads(1)
+    program = """
         weight = torch.ones(8, 8, device="offload")
-        ends = threading.Event()
-        def work():
-            for n in (10, 300, 9000):
-                torch.empty(n, device="offload").fill_(2)
-            weight @ torch.ones(8, 8)
-        def forever():
-            while not ends.is_set(): work()
-        threads = [threading.Thread(target=forever) for _ in range(2)]
-        for thread in threads: thread.start()
-        hanging = 0
-        for _ in range(100):
-            child = os.fork()
-            if child == 0:
-                work()
-                os._exit(0)
-            until = time.monotonic() + 10
-            while os.waitpid(child, os.WNOHANG)[0] == 0:
-                if time.monotonic() > until:
-                    hanging += 1
-                    os.kill(child, 9)
-                    os.waitpid(child, 0)
-                    break
-                time.sleep(0.001)
-            if hanging: break
-        ends.set()
-        for thread in threads: thread.join()
-        print(hanging)
-        """
-    ).split() == ["0"]
+    """
+    work = """
+        for n in (10, 300, 9000):
+            torch.empty(n, device="offload").fill_(2)
+        weight @ torch.ones(8, 8)
+    """
+    assert children_that_hang(program, work, "", "work()", 100) == 0
+
+
+@pytest.mark.skipif(HOST, reason="plain host memory survives a fork")
+@pytest.mark.parametrize("held", ["a fetched tensor", "a loss"])
+def test_a_child_lets_go_of_what_it_has_not_made(held):
+    """As a worker does that was forked in the middle of a step; the locks of the cache may be nobody's there."""
+    program = f"""
+        device = torch.device("{COMPUTE}:0")
+        weights = [torch.ones(8, device="offload", requires_grad=True) for _ in range(300)]
+        x = torch.ones(8, device=device)
+    """
+    work = """
+        with torch_offload.saved_tensors(min_bytes=0):
+            torch.cat([*weights, x]).square().sum()
+    """
+    make = {
+        "a fetched tensor": "held = torch.ops.offload.fetch(weights[0].detach(), device)",
+        "a loss": """
+            with torch_offload.saved_tensors(min_bytes=0):
+                held = (weights[0] * x).exp().exp().sum()
+        """,
+    }[held]
+    assert children_that_hang(program, work, make, "del held", 200) == 0
 
 
 @pytest.mark.skipif(not HOST, reason="there is a device that does not survive a fork")

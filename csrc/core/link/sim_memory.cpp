@@ -14,6 +14,9 @@ namespace {
 // In front a whole alignment unit, so that data keeps its alignment; behind, enough for the widest vector store.
 constexpr std::size_t guardInFront = SimMemory::alignment;
 constexpr std::size_t guardBehind = SimMemory::alignment;
+// Of what is free. More would show no more, and is looked through whenever memory is asked for.
+constexpr std::size_t mostKept = std::size_t{64} << 20;
+constexpr std::size_t mostFree = 1024;
 
 std::size_t roundUp(std::size_t bytes) {
   const std::size_t unit = SimMemory::alignment;
@@ -62,7 +65,7 @@ void SimMemory::free(Region& region, std::uint64_t sequence) {
 
 SimMemory::Region* SimMemory::reuse(Device& device, std::size_t capacity, std::size_t actor, SimRandom& random) {
   // Mostly memory that was just in use, because that is where a missing order shows; sometimes new memory, as after a growth.
-  if (device.kept < deviceBytes_ / 4 && random.oneIn(4)) {
+  if (device.kept < keptAtMost() && device.free.size() < mostFree && random.oneIn(4)) {
     return nullptr;
   }
   std::size_t fitting = 0;
@@ -98,8 +101,12 @@ SimMemory::Region& SimMemory::create(int device, std::size_t capacity) {
   return regions_.emplace(key, std::move(region)).first->second;
 }
 
+std::size_t SimMemory::keptAtMost() const {
+  return std::min(deviceBytes_ / 4, mostKept);
+}
+
 void SimMemory::trim(Device& device, std::uint64_t oldestPending) {
-  if (device.kept <= deviceBytes_ / 4) {
+  if (device.kept <= keptAtMost()) {
     return;
   }
   std::erase_if(device.free, [&](Region* region) {

@@ -100,6 +100,7 @@ class SimMemory {
 
   Region* reuse(Device& device, std::size_t capacity, std::size_t actor, SimRandom& random);
   Region& create(int device, std::size_t capacity);
+  std::size_t keptAtMost() const;
   void trim(Device& device, std::uint64_t oldestPending);
 
   std::size_t deviceBytes_;
