@@ -30,6 +30,19 @@ _LENT = "offload.lent"  # in the metadata of a fetch's node, where what it gives
 _DEVICES = "_offload_devices"  # of a function's context: where autograd wants the gradient of each argument
 
 
+def _reference(source: Tensor, value: Tensor) -> Callable[[], Tensor | None]:
+    """What finds the operand again, without its history.
+
+    A parameter by the node that adds up its gradients, which the graph holds anyway: `torch.utils.swap_tensors` refuses tensors
+    that somebody has a weak reference to.
+    """
+    if source.is_leaf and source.requires_grad and value.grad_fn is not None:
+        node, _ = value.grad_fn.next_functions[0]
+        if node is not None and getattr(node, "variable", None) is source:
+            return lambda: node.variable
+    return weakref.ref(source)
+
+
 class _Lent:
     """An operand on offload and what was fetched of it.
 
@@ -38,7 +51,7 @@ class _Lent:
     """
 
     def __init__(self, source: Tensor, value: Tensor, target: torch.device) -> None:
-        self._source, self._value = weakref.ref(source), weakref.ref(value)
+        self._source, self._value = _reference(source, value), weakref.ref(value)
         # They share a counter of writes; what was made in inference mode has none, and what is fetched of it one of its own.
         self._bytes = None if source.is_inference() else source.detach()
         self._version = self._writes()

@@ -47,7 +47,8 @@ def register(extension: ModuleType) -> None:
     torch._register_device_module("offload", offload)
     for name in ("memory", "random"):  # for `import torch.offload.memory`
         sys.modules[f"torch.offload.{name}"] = getattr(offload, name)
-    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    # A module's attributes are its author's: one may have a submodule, or a buffer, of that name.
+    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=False, for_storage=True)
     extension.intercept_operations()
     _guest.leave_defaults_alone()
     _serialization.register()

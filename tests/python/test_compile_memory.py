@@ -372,3 +372,32 @@ def test_frozen_weights_are_fetched_when_a_graph_runs(discards):
             torch.testing.assert_close(step(x), doubled)
     finally:
         torch.offload.set_budget("auto")
+
+
+class Small(nn.Module):
+    """A linear of four, a scale of one number, and four elements of a weight that has more."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.table = nn.Parameter(data(16).cpu())
+
+    def forward(self, x):
+        return self.linear(x) * self.scale + self.table[4:8] + self.scale.expand(4)
+
+
+@pytest.mark.parametrize("discards", [False, True])
+def test_small_frozen_weights_may_be_written_to(discards):
+    """Inductor writes constants of up to eight elements into its code."""
+    torch.manual_seed(0)
+    model = Small().eval().to(OFFLOAD)
+    step, x = compiled(model, "inductor"), data(2, 4)
+    with torch.no_grad(), inductor_config.patch(freezing=True, freezing_discard_parameters=discards):
+        weights = list(model.parameters())
+        for factor in (1, 2, -3):
+            for weight in weights:
+                weight.mul_(factor)
+            linear, scale, table = weights[2:], weights[0], weights[1]
+            expected = nn.functional.linear(x, *linear) * scale + table[4:8] + scale
+            torch.testing.assert_close(step(x), expected)

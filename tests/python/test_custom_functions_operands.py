@@ -491,3 +491,39 @@ def test_a_view_that_is_changed_in_place():
         return x.grad, y
 
     same(run)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+@pytest.mark.parametrize("change", ["half", "load"])
+def test_a_parameter_may_be_swapped_while_its_graph_lives(change):
+    """``torch.utils.swap_tensors`` refuses a tensor that somebody has a weak reference to."""
+
+    def run(device):
+        module = nn.Linear(4, 4, bias=False)
+        module.weight = nn.Parameter(data(4, 4, device=device))
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            loss = Product.apply(data(3, 4), module.weight).sum()
+            loss.backward()
+            before, gradient = module.weight, module.weight.grad.clone()
+            if change == "half":
+                module.half()
+            else:
+                module.load_state_dict({"weight": data(4, 4, device=device)})
+            assert module.weight is before
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        return loss, gradient, module.weight.dtype, module.weight
+
+    same(run)

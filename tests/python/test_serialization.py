@@ -216,7 +216,7 @@ def test_module_to_keeps_parameter_objects(swap):
 def test_module_methods():
     net = nn.Linear(3, 2)
     weight = net.weight
-    assert net.offload() is net
+    assert net.to("offload") is net
     assert net.weight is weight
     assert weight.device == torch.device("offload:0")
     assert net.double().weight.dtype == torch.float64

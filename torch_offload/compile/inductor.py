@@ -14,12 +14,13 @@ that it generates touch none of their bytes, which copies may be writing at the 
     each call, and where a weight can't be captured (`captures`). And a part returns none of its offload inputs, as it would
     what others read behind it: their caller has them;
   - with `freezing` weights are constants of a graph, and fetches of them are not computed beforehand: they would stay for ever.
+    Nor does code hold the numbers of a small one, which may be written to;
   - bytes on offload are no memory of the device. Inductor orders a graph by what its steps take and give up: if a fetch seems
     to give up its operand, the order that has all fetches first is as good as any. In the order that it finds, fetches come
     late and results go home early (`order`);
   - a graph that writes to inputs which overlap keeps its order: PyTorch 2.11 moves a step past one that writes into the same
     copy.
-    These are the eleven overrides here, which hold for 2.11 to 2.15, and all or none of which are made. Another is made when
+    These are the twelve overrides here, which hold for 2.11 to 2.15, and all or none of which are made. Another is made when
     inductor first makes CUDA graphs (`captures`);
   - what is left of operations on offload tensors is moved to the device (`on_device`);
   - a kernel over offload tensors is refused.
@@ -31,6 +32,7 @@ Whatever of inductor's it doesn't find, or finds with other parameters, is told 
 import functools
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -107,6 +109,8 @@ def _override() -> None:
     cuts = _original(Scheduler, "should_partition", "self", "node")
     signatures_of = _original(Scheduler, "get_graph_partition_signature", "self", "partitions", "skip_cudagraphs")
     fold = _original(ConstantFolder, "run_node", "self", "node")
+    constant = _original(GraphLowering, "get_attr", "self", "target", "args", "kwargs")
+    _original(GraphLowering, "add_tensor_constant", "self", "data", "name")
     sizes_of = _original(memory, "compute_size_for_scheduler_buffer", "name_to_buf")
     freeable = _original(memory, "get_freeable_input_buf", "nodes", "graph_inputs")
     reorder = _original(
@@ -168,6 +172,13 @@ def _override() -> None:
     def run_node(self: ConstantFolder, node: Any) -> Any:
         return self.unknown_value if node.target is FETCH else fold(self, node)
 
+    @functools.wraps(constant)
+    def get_attr(self: GraphLowering, target: str, args: Any, kwargs: Any) -> Any:
+        value = attrgetter(target)(self.module)
+        if isinstance(value, torch.Tensor) and value.device.type == "offload":
+            return self.add_tensor_constant(value, target)
+        return constant(self, target, args, kwargs)
+
     @functools.wraps(sizes_of)
     def compute_size_for_scheduler_buffer(name_to_buf: dict[str, Any]) -> dict[str, tuple[int, int]]:
         found = sizes_of(name_to_buf)
@@ -204,6 +215,7 @@ def _override() -> None:
     post_grad.get_all_devices = get_all_devices
     PythonWrapperCodegen.codegen_free = codegen_free
     ConstantFolder.run_node = run_node
+    GraphLowering.get_attr = get_attr
     memory.compute_size_for_scheduler_buffer = compute_size_for_scheduler_buffer
     memory.get_freeable_input_buf = get_freeable_input_buf
     memory.reorder_for_peak_memory = reorder_for_peak_memory

@@ -5,7 +5,6 @@ traces as new values and a `copy_` at the end, and factories. The pass runs afte
 set; inductor makes it part of the key of its caches.
 """
 
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +59,6 @@ def _may_be_reinplaced(target: Any) -> bool:
         # Those that stand for one that writes. Others write to no operand of theirs.
         return name.startswith(("auto_functionalized", "triton_kernel_wrapper", "with_effects"))
     return "scatter" in name or "index_put" in name
-
-
-def _fetch_small_constants(graph_module: fx.GraphModule) -> None:
-    """Inductor writes constants of up to 8 elements into its code: kernels, where they would be on offload."""
-    graph = graph_module.graph
-    for node in graph.find_nodes(op="call_function", target=FETCH):
-        source, device = node.args
-        if source.op != "get_attr" or source.meta["val"].numel() > 8:
-            continue
-        name = f"{source.target.replace('.', '_')}_on_device"
-        setattr(graph_module, name, attrgetter(source.target)(graph_module).to(device))
-        with graph.inserting_before(node):
-            constant = graph.create_node("get_attr", name)  # get_attr() warns where the graph's owner is another module
-        constant.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(constant)
-        graph.erase_node(node)
 
 
 def _stash_behind(graph: fx.Graph, node: fx.Node, home: torch.device) -> None:
@@ -214,7 +197,6 @@ class OnDevice(CustomGraphModulePass):
                 _check_writes(node)
                 _move(graph, node)
         keep_what_is_overwritten(graph)  # fetches that were there, and those of what was moved
-        _fetch_small_constants(graph_module)
         _skip_round_trips(graph)
         if not config.triton.cudagraphs:  # which read the same memory at each replay
             look_up_rows(graph)

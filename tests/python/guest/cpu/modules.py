@@ -35,3 +35,22 @@ torch.manual_seed(0)
 embedding = nn.EmbeddingBag(20, 4, mode="sum", sparse=True)
 embedding(torch.randint(20, (3, 5))).sum().backward()
 print(bits(embedding.weight.grad.to_dense()))
+
+
+class Offloads(nn.Module):
+    """Has the name for itself: a submodule, a buffer and keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.offload = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(self.offload.weight)
+        self.parts = nn.ModuleDict({"offload": nn.Linear(2, 2)})
+        self.numbers = nn.ParameterDict({"offload": torch.ones(2)})
+        self.rest = nn.Module()
+        self.rest.register_buffer("offload", torch.ones(2))
+
+    def forward(self, x):
+        return self.offload(x) + self.numbers["offload"] + self.rest.offload
+
+
+print(bits(Offloads()(torch.ones(1, 2))), sorted(Offloads().state_dict()), hasattr(nn.Linear(2, 2), "offload"))
