@@ -417,8 +417,8 @@ c10::DataPtr sendHome(const c10::Storage& storage, Extent extent, Purpose purpos
   return data;
 }
 
-void releaseFetched(const at::Tensor& fetched) {
-  auto& storage = *fetched.storage().unsafeGetStorageImpl();
+void releaseFetched(const c10::Storage& fetched) {
+  auto& storage = *fetched.unsafeGetStorageImpl();
   if (storage.nbytes() == 0) return; // nothing to read
   // The Pin goes with the old pointer.
   compat::releaseMemory(
@@ -433,18 +433,19 @@ Extent fetchedExtent(const at::Tensor& fetched, const at::Tensor& offload) {
   return memory == nullptr ? existingExtentOf(offload).aligned() : memory->extent;
 }
 
-void refillFetched(const at::Tensor& fetched, const at::Tensor& offload, Extent extent, c10::Device target) {
-  auto& storage = *fetched.storage().unsafeGetStorageImpl();
+void refillFetched(
+    const c10::Storage& fetched, c10::ScalarType type, const at::Tensor& offload, Extent extent, c10::Device target) {
+  auto& storage = *fetched.unsafeGetStorageImpl();
   if (!compat::isReleased(storage)) return;
-  if (fetched.scalar_type() == offload.scalar_type()) {
+  if (type == offload.scalar_type()) {
     TORCH_CHECK(
         extent.end <= offload.storage().nbytes(), "offload: a tensor of shape ", offload.sizes(), " needs ", extent.end,
         " bytes of its storage, which has ", offload.storage().nbytes(), "; the storage was resized or freed.");
     return compat::giveMemory(storage, fetchBytes(offload, extent, target));
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  at::Tensor cast = fetchCopy(offload, target, fetched.scalar_type());
-  if (!cast.defined()) cast = fetchTo(offload, target).to(fetched.scalar_type());
+  at::Tensor cast = fetchCopy(offload, target, type);
+  if (!cast.defined()) cast = fetchTo(offload, target).to(type);
   compat::giveMemory(storage, cast.storage().unsafeGetStorageImpl()->set_data_ptr({nullptr, cast.device()}));
 }
 

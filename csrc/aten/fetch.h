@@ -83,10 +83,11 @@ c10::DataPtr sendHome(const c10::Storage& storage, Extent extent, Purpose purpos
 /// Has `record_stream` ask for that; to be called once, at first use.
 void interceptRecordStream();
 
-/// Drops the memory of a fetched tensor, and fetches it once more, its newest bytes then, to where it was. See Note [Release and
+/// Drops the memory of a fetched tensor, and fetches it once more, the newest bytes then of its source, to where it was. See Note [Release and
 /// refill]. The extent is what fetchedExtent() gave before: more than the tensor's own where it shares the memory with others.
-void releaseFetched(const at::Tensor& fetched);
-void refillFetched(const at::Tensor& fetched, const at::Tensor& offload, Extent extent, c10::Device target);
+void releaseFetched(const c10::Storage& fetched);
+void refillFetched(
+    const c10::Storage& fetched, c10::ScalarType type, const at::Tensor& offload, Extent extent, c10::Device target);
 Extent fetchedExtent(const at::Tensor& fetched, const at::Tensor& offload);
 
 } // namespace offload

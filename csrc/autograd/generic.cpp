@@ -25,6 +25,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
 
@@ -254,6 +255,16 @@ class KernelBelow {
   mutable std::shared_ptr<const c10::SafeKernelFunction> known_;
 };
 
+// PyTorch traces some operations (convolutions, cells of recurrent networks) in parts, and alone of these it is still tracing when their
+// kernels are called. A fetch between the parts would be traced, too: the graph is to have the operand, which is fetched when it runs.
+bool runInTracedParts(const c10::OperatorHandle& op, Stack* stack) {
+  if (!torch::jit::tracer::isTracing() || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Tracer)) return false;
+  const bool hasParts = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
+      op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
+  if (hasParts) op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), stack);
+  return hasParts;
+}
+
 class AutogradKernel final : public c10::OperatorKernel {
  public:
   AutogradKernel(std::shared_ptr<const OpTraits> traits, bool late)
@@ -263,6 +274,7 @@ class AutogradKernel final : public c10::OperatorKernel {
     if (watch().isBehind()) watch().catchUp();
     const Operands operands = traits_->operands(*stack);
     if (!operands.offload) return below_.callBoxed(op, keys, stack);
+    if (runInTracedParts(op, stack)) return;
     if (operands.wrapped) {
       // Of a composite one the parts come by.
       const bool recorded = operands.foreign && operands.requiresGrad && !traits_->composite;
@@ -326,6 +338,7 @@ class BackendKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Operands operands = traits_->operands(*stack);
+    if (runInTracedParts(op, stack)) return;
     // In inference mode a composite operation comes here first, and so does a cast.
     if (convertsElsewhere(*traits_, operands, *stack)) {
       return below_.callBoxed(op, keys, stack);

@@ -27,13 +27,13 @@ class Emptied {
   Emptied(std::vector<ReleaseRefill::Fetched> fetched, c10::Device target) : fetched_(std::move(fetched)), target_(target) {}
 
   void empty() {
-    for (const auto& one : fetched_) releaseFetched(one.fetched);
+    for (const auto& one : fetched_) releaseFetched(one.memory);
   }
 
   void acquire() {
     std::lock_guard lock(mutex_);
     // Also where another node uses them, or failed to: what could not be fetched then is missing still.
-    for (const auto& one : fetched_) refillFetched(one.fetched, one.source, one.extent, target_);
+    for (const auto& one : fetched_) refillFetched(one.memory, one.type, one.source, one.extent, target_);
     ++users_;
   }
 
@@ -106,12 +106,11 @@ std::vector<Node*> nodesMade(const std::vector<at::Tensor>& results, std::uint64
   return nodes;
 }
 
-bool aliases(const at::Tensor& result, const at::Tensor& fetched) {
+bool aliases(const at::Tensor& result, const c10::Storage& memory) {
   if (!result.defined()) return false;
   bool alias = false;
-  visitDense(result, [&](const at::Tensor& dense) {
-    alias = alias || (dense.has_storage() && dense.storage().is_alias_of(fetched.storage()));
-  });
+  visitDense(
+      result, [&](const at::Tensor& dense) { alias = alias || (dense.has_storage() && dense.storage().is_alias_of(memory)); });
   return alias;
 }
 
@@ -131,15 +130,14 @@ void ReleaseRefill::add(const at::Tensor& source, const at::Tensor& fetched) {
   // What the source holds now: `source.data = ...`, as in module.to(), puts other memory into the same tensor.
   auto held = tensorOver(source.storage(), kOffload, source, source.storage_offset());
   const Extent extent = fetchedExtent(fetched, held);
-  fetched_.push_back({std::move(held), fetched, extent});
+  fetched_.push_back({std::move(held), fetched.storage(), fetched.scalar_type(), extent});
 }
 
 void ReleaseRefill::finish(const std::vector<at::Tensor>& results) {
   if (!recordsGraph() || tracing() || at::SavedTensorDefaultHooks::get_hooks()) return;
   std::vector<Fetched> mine;
   for (const Fetched& one : fetched_) {
-    const bool aliased =
-        std::ranges::any_of(results, [&one](const at::Tensor& result) { return aliases(result, one.fetched); });
+    const bool aliased = std::ranges::any_of(results, [&one](const at::Tensor& result) { return aliases(result, one.memory); });
     if (!aliased) mine.push_back(one);
   }
   fetched_.clear();

@@ -4,6 +4,7 @@
 #include "core/extent.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 
 #include <cstdint>
 #include <vector>
@@ -20,9 +21,11 @@ namespace offload {
 /// (checkpointing, save_on_cpu), everything while tracing, and, from a backward on that records a graph, what that graph may need.
 class ReleaseRefill {
  public:
+  /// Without a history: what hooks hold goes with their node, outside of the loop in which PyTorch lets go of a long chain of these.
   struct Fetched {
     at::Tensor source;
-    at::Tensor fetched;
+    c10::Storage memory;
+    c10::ScalarType type;
     Extent extent; // of the source's storage: what all of the memory was fetched of
   };
 

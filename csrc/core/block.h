@@ -69,7 +69,9 @@ struct Block {
   /// For Schedule: how often any extent was fetched, and whether it knows one.
   std::uint64_t fetches = 0;
   bool scheduled = false;
+  /// By where their extents begin (slot.h), of which none is longer than this.
   std::vector<std::shared_ptr<Slot>> slots;
+  std::size_t longest = 0;
   /// How many own the Block: the glue's, as the rest is Residency's.
   std::atomic<int> owners{1};
   /// Keeps Foreign memory alive.

@@ -57,7 +57,7 @@ Pin Residency::copyToDevice(
   if (!failure) {
     slot->become(SlotState::Clean);
     slot->block = &block;
-    block.slots.push_back(slot);
+    listSlot(slot);
     dev.lastCopy = slot->ready;
     pinned.data_ = slot->data;
   } else {

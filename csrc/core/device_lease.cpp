@@ -56,7 +56,7 @@ DeviceLease Residency::leaseToDevice(Block& block, Extent extent, Stream stream,
     Lock lock(mutex_);
     awaitIssued(lock, block);
     hostErrors_.raise(); // as in lease()
-    if (find(block, extent, stream.device) || dirtyOf(block)) return {};
+    if (newestSlot(block, extent, stream.device) || dirtyOf(block)) return {};
     block.writers.appendTo(after);
     ResidencyStats& stats = dev.queue.stats;
     if (++stats.readsInPlace % kLookedForEvery == 0) dev.lookDue = true;

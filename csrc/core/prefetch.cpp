@@ -79,7 +79,7 @@ void Residency::keepExpected(Device& dev) {
   if (!looksAhead(dev)) return;
   lookAhead(dev, dev.ring / 2);
   for (const auto& late : dev.schedule.forecast().late()) {
-    const auto slot = find(*late.block, late.extent, dev.index);
+    const auto slot = newestSlot(*late.block, late.extent, dev.index);
     if (slot && slot->share == Share::Passing) dev.queue.keepLonger(*slot);
   }
 }
@@ -99,7 +99,7 @@ Forecast::Expected Residency::lookAhead(Device& dev, std::size_t most) {
     if (next.block == nullptr) return {};
     if (next.writtenFirst) {
       if (dev.unwritten == 0) dev.unwritten = dev.horizon + 1;
-    } else if (const auto slot = find(*next.block, next.extent, dev.index)) {
+    } else if (const auto slot = newestSlot(*next.block, next.extent, dev.index)) {
       const bool isNew = slot->share == Share::Passing && !slot->isAhead;
       if (isNew && dev.queue.aheadBytes() + slot->buffer.bytes > most) return {};
       dev.queue.expect(slot, dev.horizon + 1);
@@ -198,7 +198,7 @@ Block* Residency::stillExpected(const Device& dev, const Slot& slot) const {
 // what was expected.
 //
 // A Block may go at any time but while it is `issuing`, and whoever destroys it may hold the GIL while he waits for that to end. So
-// memory is allocated before, and the observer told, as either may want the GIL.
+// memory is allocated before, which may want the GIL.
 bool Residency::prefetch(Device& dev, const std::vector<Pin>& batch) noexcept {
   try {
     const Stream home = dev.transfer.deviceBound();
@@ -252,7 +252,7 @@ bool Residency::prefetch(Device& dev, const std::vector<Pin>& batch) noexcept {
       slot->become(SlotState::Clean);
       slot->block = block;
       slot->unused = true;
-      block->slots.push_back(slot);
+      listSlot(slot);
       dev.lastCopy = slot->ready;
       ++dev.queue.stats.prefetches;
     }

@@ -208,13 +208,6 @@ std::vector<Token> Residency::forget(Block& block) noexcept {
 
 // ---- under the mutex
 
-std::shared_ptr<Slot> Residency::find(const Block& block, Extent extent, int index) const {
-  for (const auto& slot : block.slots) {
-    if (slot->device == index && holdsNewest(*slot, block) && slot->extent.contains(extent)) return slot;
-  }
-  return nullptr;
-}
-
 void Residency::awaitIssued(Lock& lock, const Block& block) {
   // Who issues may need the GIL to go on, and the GIL is never taken back under the mutex.
   while (block.issuing > 0) {
@@ -239,7 +232,7 @@ std::shared_ptr<Slot> Residency::awaitNewest(Lock& lock, Block& block, Extent ex
   for (;;) {
     awaitIssued(lock, block);
     hostErrors_.raise(); // as in lease()
-    if (auto slot = find(block, extent, index)) return slot;
+    if (auto slot = newestSlot(block, extent, index)) return slot;
     const auto elsewhere = dirtyOf(block);
     if (!elsewhere) return nullptr;
     writeHome(lock, elsewhere);
@@ -273,7 +266,7 @@ void Residency::retireStale(Block& block, Slots& retired) {
     SlotQueue& queue = device(slot->device).queue;
     queue.move(slot, Share::Passing); // also where it was Dirty: nobody wants those bytes home any more
     if (slot->pins > 0) {
-      block.slots.push_back(std::move(slot));
+      listSlot(slot);
     } else {
       queue.retire(std::move(slot), retired);
     }

@@ -9,7 +9,8 @@
 //   change of a Slot after that, and after the Slot's readers   (updateThere and changeThere, on the stream of the change, then `ready`)
 //   reuse of memory  after the Slot's readers                   (Slot::readers, on the memory's home stream)
 //   host access      after Block::writers, to write also after Block::readers (HostLease)
-// All but the last are orders between streams; only a HostLease waits on the host.
+// All but the last are orders between streams. The host waits for copies only where host bytes are touched: for a HostLease, for a job, and
+// for a write to a Shared Block or beside a lease.
 //
 // Note [Locks]
 // One mutex guards Blocks and Slots. It is never held across a Link call (link.h), so an operation is: decide under the mutex,
@@ -18,8 +19,8 @@
 //
 // Note [Ring and budget]
 // A Slot is on one of two accounts. What passes is charged to the ring, and leaves it in the order in which it came, what may be late
-// last. What the Schedule wants to stay, and what is newer than the host's bytes (Dirty), is charged to the budget. Slots that nothing pins are
-// found again until their bytes are wanted. A fetch never waits for a Pin: where all of the ring is pinned it takes more memory, so
+// last. What the Schedule wants to stay is charged to the budget, and so is what is newer than the host's bytes (Dirty), but for what the
+// write buffer, a part of the ring, has room for (SlotQueue). Slots that nothing pins are found again until their bytes are wanted. A fetch never waits for a Pin: where all of the ring is pinned it takes more memory, so
 // device bytes stay within budget + max(ring, twice the largest fetch of a pass) + what is pinned, and what graphs have (staging.h).
 // Memory that is given up is reused in stream order, without the host. An automatic budget follows what is free: it is looked at when
 // a pass of the Schedule ends and when much has been added; in between PyTorch's allocator asks for memory back by relieve().
@@ -148,8 +149,8 @@ class Residency {
   /// Throws Error where that is so.
   void refuseCapture(Stream stream, const char* what);
 
-  /// See HostLease. The only call here that may wait, but for beginReplay(), writes to a Shared Block, and for a store that is the
-  /// first write to bytes of a file.
+  /// See HostLease. Waits for copies; so do drain(), writes to a Shared Block or while somebody has a lease, and a store that is the
+  /// first write to bytes of a file. Whatever needs a Block's tokens waits for jobs on it.
   HostLease lease(Block& block, Access access);
 
   /// See DeviceLease; `reads` bytes of the extent will be read, for statistics. An empty one where a fetch is due: where a Slot of that
@@ -257,6 +258,8 @@ class Residency {
     std::size_t resultsBefore = 0; // and in the one before
     std::uint64_t passBegan = 0; // after how many fetches
     std::uint64_t passBeforeBegan = 0; // and the one before
+    std::size_t unused = 0; // bytes of results that nobody had used in these two
+    std::uint64_t unusedAt = 0; // as of so many fetches
     std::size_t lookAt = 0; // how many bytes on the budget's account make another look due
     bool lookDue = true;
     std::chrono::steady_clock::time_point lastLook{};
@@ -307,7 +310,6 @@ class Residency {
 
   Device& device(int index);
   const Device& device(int index) const;
-  std::shared_ptr<Slot> find(const Block& block, Extent extent, int device) const;
   void awaitIssued(Lock& lock, const Block& block);
   Pin fetchCaptured(Block& block, Extent extent, Stream stream, std::uint64_t id);
   Pin copyToDevice(

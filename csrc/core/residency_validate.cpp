@@ -16,12 +16,15 @@ void Residency::require(const Block& block) const {
   require(block.issuing >= 0 && block.leases >= 0, "a Block counts less than none");
   require(block.claims >= 0 && block.claims <= block.issuing, "a job is none of those that a Block waits for");
   require(block.writers.isOrdered() && block.readers.isOrdered(), "a Block keeps a token that a later one implies");
+  std::size_t listedAt = 0;
   std::size_t newest = 0;
   std::size_t dirty = 0;
   for (const auto& slot : block.slots) {
     require(slot->block == &block, "a Slot belongs to another Block");
     require(*slot->place == slot, "a Slot of a Block is not in the queue");
     require(std::count(block.slots.begin(), block.slots.end(), slot) == 1, "a Slot is listed twice");
+    require(slot->extent.begin >= listedAt && slot->extent.bytes() <= block.longest, "a Slot is not where it is looked for");
+    listedAt = slot->extent.begin;
     require(slot->extent.begin < slot->extent.end && slot->extent.end <= block.bytes, "an extent is not of its Block");
     require(slot->version <= block.version, "a Slot is newer than its Block");
     require(slot->state != SlotState::Gone && slot->buffer.data != nullptr, "a listed Slot has no memory");

@@ -56,7 +56,7 @@ constexpr bool mayBecome(SlotState from, SlotState to) {
 enum class Share : unsigned char {
   Passing, // of the ring
   Staying, // of the budget: the Schedule wants it again
-  Dirty, // of the budget: newer than the host
+  Dirty, // newer than the host: of the budget, but for what the write buffer holds
 };
 
 /// Guarded by Residency.
@@ -102,9 +102,15 @@ struct Slot {
   std::list<std::shared_ptr<Slot>>::iterator place;
 };
 
+/// Adds it to the list of its Block, and takes it off, without a walk over all of these: a loop over the rows of a tensor makes many.
+void listSlot(const std::shared_ptr<Slot>& slot);
+void unlistSlot(const std::shared_ptr<Slot>& slot) noexcept;
 /// Whether the newest bytes of its Block are here: nobody has written since, and no read of its file has failed.
 inline bool holdsNewest(const Slot& slot, const Block& block) {
   return slot.version == block.version && (!slot.fileFailures || slot.fileFailures == block.file->failures());
 }
+
+/// One of a device that holds the newest bytes of the extent; null if there is none.
+std::shared_ptr<Slot> newestSlot(const Block& block, Extent extent, int device) noexcept;
 
 } // namespace offload

@@ -95,7 +95,7 @@ void SlotQueue::retire(std::shared_ptr<Slot> slot, Slots& retired) {
   list.erase(slot->place);
   tally(list, *slot, false);
   discharge(*slot);
-  if (slot->block != nullptr) std::erase(slot->block->slots, slot);
+  if (slot->block != nullptr) unlistSlot(slot);
   slot->become(SlotState::Gone);
   stats.slotBytes -= slot->buffer.bytes;
   ++stats.evictions;

@@ -93,6 +93,9 @@ class SlotQueue {
   /// only if it is to be, too.
   std::shared_ptr<Slot> oldestDirty(bool addendToo, std::uint64_t unusedSince = UINT64_MAX);
 
+  std::size_t dirtyCount() const noexcept {
+    return dirty_.size();
+  }
   /// Of what is Dirty, bytes that the write buffer holds.
   std::size_t bufferedBytes() const noexcept {
     return std::min(stats.dirtyBytes, addend_ != nullptr ? std::max(writeBuffer_, addend_->buffer.bytes) : writeBuffer_);

@@ -65,7 +65,7 @@ bool Residency::mayBeThere(const std::vector<Claim>& claims, Device& dev) {
     if (block->leases > 0 || block->claims > 0 || block->shared || block->file || block->bytes == 0) return false;
     const auto dirty = dirtyOf(*block);
     if (dirty && dirty->device != dev.index) return false;
-    const auto slot = find(*block, {0, block->bytes}, dev.index);
+    const auto slot = newestSlot(*block, {0, block->bytes}, dev.index);
     if (access == Access::Read) {
       read += block->bytes;
     } else {
@@ -161,7 +161,7 @@ bool Residency::changeThere(Block& block, Stream stream, const std::function<boo
   {
     Lock lock(mutex_);
     awaitIssued(lock, block);
-    slot = find(block, {0, block.bytes}, dev.index);
+    slot = newestSlot(block, {0, block.bytes}, dev.index);
     if (!slot || slot->pins > 0 || block.leases > 0) return false;
     slot->unused = false;
     dev.queue.pin(slot);

@@ -6,6 +6,11 @@
 #include <utility>
 
 namespace offload {
+namespace {
+
+constexpr std::size_t kResultsForEachFetch = 16; // that are looked through
+
+} // namespace
 
 // A Slot that no Block lists yet, with one Pin.
 std::shared_ptr<Slot> Residency::takeResult(Device& dev, const Block& block, DeviceBuffer buffer) {
@@ -49,7 +54,7 @@ void Residency::adopt(Block& block, DeviceBuffer buffer, Stream producer) {
     slot->block = &block;
     slot->version = ++block.version;
     retireStale(block, retired);
-    block.slots.push_back(slot);
+    listSlot(slot);
     dev.queue.move(slot, Share::Dirty);
     if (isAddend(block)) dev.queue.setAddend(*slot);
     ++block.adoptions;
@@ -227,7 +232,7 @@ void Residency::forsake(const std::shared_ptr<Slot>& slot, const Block& block, S
     return;
   }
   device(slot->device).queue.move(slot, Share::Passing);
-  std::erase(slot->block->slots, slot);
+  unlistSlot(slot);
   slot->block = nullptr;
 }
 
@@ -357,10 +362,16 @@ bool Residency::fits(const Device& dev, std::size_t bytes) {
 // When a pass ends. What is somewhat less than it was leaves the plan as it is.
 void Residency::keepRoom(Device& dev) {
   const std::size_t held = std::max(dev.results, dev.resultsBefore);
-  const std::size_t most = held - std::min(held, dev.queue.unusedBytes(dev.passBeforeBegan));
+  const std::uint64_t now = dev.schedule.forecast().count();
+  // Where passes are shorter than what is looked through, not at the end of each: a loop that uses one weight has a pass a step.
+  if ((now - dev.unusedAt) * kResultsForEachFetch >= dev.queue.dirtyCount()) {
+    dev.unused = dev.queue.unusedBytes(dev.passBeforeBegan);
+    dev.unusedAt = now;
+  }
+  const std::size_t most = held - std::min(held, dev.unused);
   dev.resultsBefore = std::exchange(dev.results, dev.queue.resultBytes());
   if (most > dev.room || most < dev.room / 2) dev.room = most + most / 8;
-  dev.passBeforeBegan = std::exchange(dev.passBegan, dev.schedule.forecast().count());
+  dev.passBeforeBegan = std::exchange(dev.passBegan, now);
 }
 
 void Residency::makeRoomForResult(Lock& lock, Device& dev, Slots& retired) noexcept {
@@ -385,6 +396,7 @@ void Residency::spill(Lock& lock, Device& dev, bool all) noexcept {
 }
 
 std::shared_ptr<Slot> Residency::dirtyOf(const Block& block) const {
+  if (block.hostVersion == block.version) return nullptr;
   for (const auto& slot : block.slots) {
     if (slot->version == block.version && slot->share == Share::Dirty) return slot;
   }

@@ -21,6 +21,7 @@
 #include "compat/torch_version.h"
 #include "core/host_wait.h"
 #include "core/memory_limits.h"
+#include "python/dlpack.h"
 #include "python/elementwise.h"
 #include "python/file_bindings.h"
 #include "python/graphs.h"
@@ -190,6 +191,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("current_device", [] { return static_cast<int>(currentIndex()); });
   m.def("set_device", [](int index) { setCurrentIndex(static_cast<c10::DeviceIndex>(checkedIndex(index))); });
   m.def("in_use", &Context::inUse);
+  m.def("refuse_dlpack", &refuseDlpack);
+  m.def("guarded_dlpack_table", &guardedDlpackTable);
   m.def("backend", [] {
     switch (context().backend()) {
       case Backend::Cuda:

@@ -1,5 +1,7 @@
 """What the offload device does not hold is refused in one sentence each: compressed, nested, quantised, page-locked memory."""
 
+import ctypes
+
 import numpy
 import pytest
 import torch
@@ -235,6 +237,34 @@ def test_dlpack_of_an_offload_tensor(read):
     )
     says(BufferError, refused, lambda: read(torch.ones(3, device=OFFLOAD)))
     assert torch.from_dlpack(torch.ones(3, device=OFFLOAD).cpu()).tolist() == [1, 1, 1]
+
+
+class Viewed(ctypes.Structure):
+    """What DLPack's C functions fill in; the rest is PyTorch's to know."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("rest", ctypes.c_char * 128)]
+
+
+@pytest.mark.parametrize("entry", [3, 5], ids=["managed", "view"])
+def test_dlpack_by_its_table_of_c_functions(entry):
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    table = get(torch.Tensor.__dlpack_c_exchange_api__, b"dlpack_exchange_api")
+    function = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[entry]
+    export = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(function)
+    out = Viewed()
+    refused = (
+        "offload: a tensor of shape [3] on offload:0 can't be handed over through DLPack, which has no such device; "
+        "hand over a copy, tensor.cpu()."
+    )
+    says(BufferError, refused, lambda: export(torch.ones(3, device=OFFLOAD), ctypes.addressof(out)))
+    assert out.data is None
+    plain = torch.ones(3)
+    assert export(plain, ctypes.addressof(out)) == 0
+    if entry == 5:
+        assert out.data == plain.data_ptr()
+    else:
+        assert out.data is not None
 
 
 META = torch.device("meta")

@@ -171,6 +171,26 @@ def test_what_is_kept_on_the_device_leaves_nothing_behind():
     )
 
 
+@pytest.mark.skipif(SIM, reason="a process of its own")
+def test_a_long_chain_of_operations_is_let_go():
+    """PyTorch frees the nodes of a graph one after the other; what nodes hold must not free the next within."""
+    passes(
+        """
+        import torch, torch_offload
+        weight = torch.ones(3, device="offload", requires_grad=True)
+        y = torch.ones(3, device="offload")
+        for _ in range(40000):
+            y = y * weight
+        y.sum().backward()
+        del y
+        assert weight.grad.tolist() == [40000] * 3
+        """,
+        TORCH_OFFLOAD_LINK="auto" if GPU else "sim",
+        TORCH_OFFLOAD_FAULT="0",
+        **ONE_THREAD,
+    )
+
+
 @pytest.mark.gpu
 def test_a_ceiling_of_gpu_memory():
     """500 steps of a model three times what the process may take beside what it has already."""

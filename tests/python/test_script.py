@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import COMPUTE, at, data, grads, python, same
+from helpers import COMPUTE, OFFLOAD, at, data, grads, python, same
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -58,3 +58,37 @@ def test_pytorch_differentiates_a_script_by_itself():
             net(torch.randn(3, 4)).sum().backward()
         """
     assert "returned an invalid gradient at index 0 - expected device offload:0" in python(program).stderr
+
+
+@pytest.mark.parametrize("fed_from", [COMPUTE, OFFLOAD], ids=["plain", "offload"])
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 2, 3)), (2, 1, 6, 6)),
+        (lambda: nn.Conv1d(2, 4, 3), (2, 2, 6)),
+        (lambda: nn.RNNCell(4, 8), (2, 4)),
+    ],
+    ids=["conv2d", "conv1d", "cell"],
+)
+def test_operations_that_are_traced_in_parts(build, shape, fed_from):
+    """Convolutions and cells. The graph has their parameters, which may be written to, and the parts that it has elsewhere."""
+    kinds = []
+
+    def run(device):
+        torch.manual_seed(0)
+        net = build().to(device)
+        x = data(*shape, device=COMPUTE if device == COMPUTE else fed_from)
+        traced = torch.jit.trace(net, x)
+        kinds.append([node.kind() for node in traced.inlined_graph.nodes() if node.kind().startswith("aten::")])
+        found = []
+        for _ in range(2):
+            y = traced(x)
+            y.square().sum().backward()
+            found.append(y)
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.sub_(p.grad)
+        return found, grads(net)
+
+    same(run)
+    assert kinds[0] == kinds[1] and kinds[0]
