@@ -10,30 +10,43 @@ from types import ModuleType
 from typing import Any
 
 
+class _Loader:
+    """What a module is loaded by, which may serve others too, with something to do behind it."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._then(module)
+
+
 class _OnceImported(MetaPathFinder):
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self._name, self._change = name, change
         self._asks = threading.local()  # the others, and itself again
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self._name or hasattr(self._asks, "now"):
+        if name != self._name or name in sys.modules or hasattr(self._asks, "now"):
             return None
         self._asks.now = True
         try:
             spec = importlib.util.find_spec(name)
         finally:
             del self._asks.now
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_change(module: ModuleType) -> None:
-                if self in sys.meta_path:  # until now, as a spec may be asked for by who imports nothing
-                    sys.meta_path.remove(self)
-                execute(module)
-                self._change(module)
-
-            spec.loader.exec_module = execute_and_change
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self._executed)
         return spec
+
+    def _executed(self, module: ModuleType) -> None:
+        self._change(module)
+        # Only now: a spec may be asked for by who imports nothing, and an import that fails may be tried again.
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 def when_imported(name: str, change: Callable[[ModuleType], None]) -> None:

@@ -30,10 +30,18 @@ def _outside(closure: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _place_of_closure(step: Callable[..., Any]) -> int | None:
+    """Which argument the closure is, if it is given by its place; of a step that is compiled Python can't always tell."""
+    try:
+        names = list(inspect.signature(step).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("closure") - 1 if "closure" in names else None
+
+
 # Hooks of a step would not do: the one behind it is not called where the step raises.
 def _hosted(step: Callable[..., Any]) -> Callable[..., Any]:
-    names = list(inspect.signature(step).parameters)
-    place = names.index("closure") - 1 if "closure" in names else None
+    place = _place_of_closure(step)
 
     @functools.wraps(step)
     def step_on_host(self: Optimizer, *args: Any, **kwargs: Any) -> Any:

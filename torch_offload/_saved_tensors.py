@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ContextDecorator
 from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any, Literal, NamedTuple
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_offload import _C
+from torch_offload._arguments import number_of_bytes, true_or_false
+from torch_offload._scopes import Decorator
 
 
 class SavedTensorsPlan(NamedTuple):
@@ -44,7 +45,7 @@ class SavedTensorsPlan(NamedTuple):
         )
 
 
-class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - named as torch.no_grad is
+class saved_tensors(saved_tensors_hooks, Decorator):  # noqa: N801 - named as torch.no_grad is
     """Within it, what autograd saves for backward goes to host memory, and comes back when backward asks for it.
 
     A saved tensor travels once the rest of the program has let go of its storage, so parameters and what you keep yourself stay
@@ -53,8 +54,9 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
     on the CPU, tensor subclasses and sparse tensors are saved as they are. Of checkpointed functions the inputs are saved so,
     and nothing of what is recomputed, where this is around the call of ``checkpoint()`` and not inside of it.
 
-    May be nested (the innermost decides), entered by several threads, entered again, and used as a decorator. Limits of bytes,
-    and what ``share="auto"`` learns, are each region's own; so make one for all layers, if you use them.
+    May be nested (the innermost decides), entered by several threads, entered again, and used as a decorator: a generator is
+    within it while it runs, and async functions are refused. Limits of bytes, and what ``share="auto"`` learns, are each
+    region's own; so make one for all layers, if you use them.
 
     Args:
         min_bytes: Storages of fewer bytes stay on the GPU. Default: 1 MiB, for which a copy takes about 20 us.
@@ -81,8 +83,9 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
             saved as it is. It should ask for ``tensor.nbytes`` and not for ``untyped_storage()``, which holds the storage.
 
     Raises:
-        ValueError: if one of the numbers is negative, ``share`` is neither from 0 to 1 nor ``"auto"``, or ``keep_bytes`` is
-            more than ``max_gpu_bytes``.
+        TypeError: if an argument is not of its kind; numbers of bytes are whole, and True is no number.
+        ValueError: if a number of bytes is negative, or 2**63 or more, ``share`` is neither from 0 to 1 nor ``"auto"``, or
+            ``keep_bytes`` is more than ``max_gpu_bytes``.
 
     Source: docs/design/saved-tensors.md.
     """
@@ -100,27 +103,28 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         use_streams: bool = True,
         filter: Callable[[Tensor], bool] | None = None,
     ) -> None:
-        given = {
-            "min_bytes": min_bytes,
-            "keep_bytes": keep_bytes,
-            "max_gpu_bytes": max_gpu_bytes,
-            "max_host_bytes": max_host_bytes,
-            "in_flight_bytes": in_flight_bytes,
-        }
-        for name, value in given.items():
-            if value is not None and value < 0:
-                raise ValueError(f"offload: {name} is {value}; give bytes, 0 or more.")
+        limits = {"max_gpu_bytes": max_gpu_bytes, "max_host_bytes": max_host_bytes, "in_flight_bytes": in_flight_bytes}
+        given = {"min_bytes": min_bytes, "keep_bytes": keep_bytes}
+        given |= {name: limit for name, limit in limits.items() if limit is not None}
+        numbers = dict.fromkeys(limits) | {name: number_of_bytes(name, value) for name, value in given.items()}
         if share is None:
             share = 1.0 if max_gpu_bytes is None else 0.0
-        if share != "auto" and not (isinstance(share, Real) and 0 <= share <= 1):
-            raise ValueError(f'offload: share is {share!r}; give a number from 0 to 1, or "auto".')
+        automatic = isinstance(share, str) and share == "auto"
+        if not automatic and not (_is_number(share) and 0 <= share <= 1):
+            error = ValueError if isinstance(share, str) or _is_number(share) else TypeError
+            raise error(f'offload: share is {share!r}; give a number from 0 to 1, or "auto".')
         if max_gpu_bytes is not None and keep_bytes > max_gpu_bytes:
             raise ValueError(
                 f"offload: keep_bytes is {keep_bytes}, and max_gpu_bytes, which they are among, is {max_gpu_bytes}; "
                 "keep no more."
             )
+        if filter is not None and not callable(filter):
+            raise TypeError(f"offload: filter is {filter!r}; give a function of a tensor, or None.")
         self._region = region = _C.SavedTensors(
-            **given, share=None if share == "auto" else share, pin_memory=pin_memory, use_streams=use_streams
+            **numbers,
+            share=None if automatic else float(share),
+            pin_memory=true_or_false("pin_memory", pin_memory),
+            use_streams=true_or_false("use_streams", use_streams),
         )
         super().__init__(region.pack if filter is None else _filtered(region, filter), region.unpack)
 
@@ -137,6 +141,10 @@ class saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801 - name
         return None if plan is None else SavedTensorsPlan(**plan)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _filtered(region: _C.SavedTensors, wanted: Callable[[Tensor], bool]) -> Callable[[Tensor], Any]:
     def pack(tensor: Tensor) -> Any:
         return region.pack(tensor, home=not region.may_go_home(tensor) or bool(wanted(tensor)))
@@ -144,10 +152,10 @@ def _filtered(region: _C.SavedTensors, wanted: Callable[[Tensor], bool]) -> Call
     return pack
 
 
-class keep_saved_tensors(saved_tensors_hooks, ContextDecorator):  # noqa: N801
+class keep_saved_tensors(saved_tensors_hooks, Decorator):  # noqa: N801
     """Within it, what autograd saves stays on the GPU, as it does without :class:`saved_tensors` around it.
 
-    May be used as a decorator.
+    May be used as a decorator, as that may.
 
     Source: docs/design/saved-tensors.md.
     """
@@ -179,17 +187,24 @@ def offload_activations(
         The module itself. What this adds are hooks of its forward, which can't be pickled; a state_dict has none of them.
 
     Raises:
+        TypeError: if an argument is not of its kind.
         ValueError: if a pattern matches no module, or there are options for a region that is given.
 
     Source: docs/design/saved-tensors.md.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"offload: module is of type {type(module).__name__}; give a torch.nn.Module.")
     if region is None:
         region = saved_tensors(**options)
+    elif not isinstance(region, saved_tensors):
+        raise TypeError(
+            f"offload: region is of type {type(region).__name__}; give a saved_tensors(), or None for a new one."
+        )
     elif options:
         raise ValueError(f"offload: a region is given, and {', '.join(options)} for a new one; give one of them.")
     names = [name for name, _ in module.named_modules()]
-    left_out = _outermost(_matching(module, names, exclude), [])
-    chosen = _outermost(_matching(module, names, include), left_out)
+    left_out = _outermost(_matching(module, names, _patterns("exclude", exclude)), [])
+    chosen = _outermost(_matching(module, names, _patterns("include", include)), left_out)
     for context, found in ((region, chosen), (keep_saved_tensors(), left_out)):
         for name in found:
             for called in _called(module.get_submodule(name)):
@@ -197,9 +212,19 @@ def offload_activations(
     return module
 
 
-def _matching(module: nn.Module, names: list[str], patterns: str | Iterable[str]) -> list[str]:
+def _patterns(name: str, given: str | Iterable[str]) -> list[str]:
+    patterns = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"offload: {name} has {pattern!r}; give names of modules as strings, with wildcards or without."
+            )
+    return patterns
+
+
+def _matching(module: nn.Module, names: list[str], patterns: list[str]) -> list[str]:
     found = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    for pattern in patterns:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(

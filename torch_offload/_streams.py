@@ -9,7 +9,7 @@ offload tensors follow it.
 import torch
 
 from torch_offload import _C
-from torch_offload._index import Device, current_device, index_of
+from torch_offload._index import Device, Entered, index_of
 
 
 class _OfOffload(type):
@@ -75,14 +75,14 @@ class StreamContext:
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = None if stream is None else _checked(stream)
-        self._back: list[int] = []
+        self._entered = Entered()
 
     def __enter__(self) -> None:
-        self._back.append(current_device())
+        self._entered.enter()
         set_stream(self.stream)
 
     def __exit__(self, *_: object) -> None:
-        _C.set_device(self._back.pop())
+        self._entered.leave()
 
 
 def stream(stream: torch.Stream | None) -> StreamContext:

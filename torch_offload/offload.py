@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torch_offload import _C, memory, random
+from torch_offload._arguments import number_of_bytes
 from torch_offload._index import Device as _Device
 from torch_offload._index import current_device, device, device_count, device_of, set_device
 from torch_offload._index import index_of as _index
@@ -154,11 +155,13 @@ def get_ring_bytes() -> int:
 
 
 def set_ring_bytes(count: int) -> None:
-    """Sets :func:`get_ring_bytes`. A fetch may always take twice its own bytes, so that the next one overlaps with it."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"a ring is a number of bytes; got {count!r}.")
-    if not 0 <= count < 1 << 63:
-        raise ValueError(f"a number of bytes can't be negative, nor 2**63 or more; got {count}.")
+    """Sets :func:`get_ring_bytes`. A fetch may always take twice its own bytes, so that the next one overlaps with it.
+
+    Raises:
+        TypeError: for what is no integer.
+        ValueError: for negative numbers, and from 2**63 on.
+    """
+    count = number_of_bytes("the ring", count)
     _warn_of("ring", f"{count} bytes", count)
     _C.set_ring_bytes(count)
 
@@ -179,6 +182,9 @@ def set_gpu_steps(enabled: bool) -> None:
 
     A GPU rounds some operations otherwise than a CPU, so with this results depend in their last bits on the budget.
     ``stats()["updates"]`` counts such steps, parameter by parameter. Without a GPU it does nothing, and warns.
+
+    Raises:
+        TypeError: for anything but True and False.
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"optimizers step on the GPU or they don't; give True or False, not {enabled!r}.")
@@ -204,6 +210,9 @@ def set_autocast_copies(enabled: bool) -> None:
     It is for weights that are used more often than they are updated: inference, frozen weights, gradient accumulation, and
     training whose time the link sets. Compiled graphs cast on the GPU as ever, and so does all that runs with
     :func:`set_gpu_steps`. Without a GPU it does nothing, and warns.
+
+    Raises:
+        TypeError: for anything but True and False.
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"copies are kept or they aren't; give True or False, not {enabled!r}.")
@@ -230,11 +239,12 @@ def set_budget(budget: int | str | None = "auto") -> None:
             variable ``TORCH_OFFLOAD_BUDGET`` takes the same.
 
     Raises:
-        ValueError: for anything else.
+        TypeError: for what is neither an integer, nor a string, nor None.
+        ValueError: for numbers that are negative, or 2**63 or more, and for other strings.
     """
-    if isinstance(budget, bool) or not isinstance(budget, int | str | None):
-        raise ValueError(f'a budget is a number of bytes, a share like "40%", or "auto"; got {budget!r}.')
-    text = "auto" if budget is None else str(budget)
+    text = "auto" if budget is None else budget
+    if not isinstance(text, str):
+        text = str(number_of_bytes("the budget", budget, 'a number of bytes, a share like "40%", or "auto"'))
     count = _C.budget_of(text)
     if count is not None:
         _warn_of("budget", text if text.endswith("%") else f"{count} bytes", count)

@@ -254,10 +254,7 @@ def test_partial_writes_to_what_is_newer_on_the_device():
     assert_same(product.to(COMPUTE), expected)
 
 
-@pytest.mark.parametrize(
-    "budget",
-    [-1, 1 << 63, "", "half", "1e3", "150%", "-1%", "nan%", "%", " 40%", "40  %", 2.5, True, b"40%"],
-)
+@pytest.mark.parametrize("budget", ["", "half", "1e3", "150%", "-1%", "nan%", "%", " 40%", "40  %", str(1 << 63)])
 def test_what_is_no_budget(budget):
     torch_offload.set_budget(12345)
     with pytest.raises(ValueError, match="a budget is"):

@@ -7,9 +7,10 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
-from helpers import CACHED, COMPUTE, GPU, HOST, OFFLOAD, assert_same, passes
+from helpers import CACHED, COMPUTE, GPU, HOST, OFFLOAD, assert_same, passes, says
 
 import torch_offload
 from torch_offload import _summary
@@ -53,9 +54,6 @@ def test_offload_methods():
     assert plain.offload(0).device == torch.device("offload:0")
     assert plain.offload(non_blocking=True).device.type == "offload"
     assert_same(there.cpu(), plain)
-    module = torch.nn.Linear(2, 2)
-    assert module.offload() is module
-    assert module.weight.is_offload
 
 
 def test_device_module():
@@ -123,6 +121,29 @@ def test_device_context():
         assert torch.ones(1, device="offload").device.index == 0
     torch.offload.set_device(0)
     torch.offload.set_device("offload:0")
+
+
+@pytest.mark.parametrize("index", [-1, -7, None])
+def test_what_changes_no_device(index):
+    torch.offload.set_device(index)
+    with torch.offload.device(index):
+        assert torch.offload.current_device() == 0
+        assert torch.ones(1, device="offload").device == torch.device("offload:0")
+    with pytest.raises(ValueError, match="no device offload:-1"):
+        torch.offload.memory_stats(-1)
+
+
+@pytest.mark.parametrize("index", [0, numpy.int64(0)])
+def test_what_is_an_index(index):
+    torch.offload.set_device(index)
+    assert torch.offload.get_device_name(index) == torch.offload.get_device_name()
+
+
+@pytest.mark.parametrize("device", [1.5, []])
+def test_what_is_no_index(device):
+    sentence = f"expected an offload device or an index and got {device!r}."
+    for attempt in (torch.offload.set_device, torch.offload.device, torch.offload.memory_stats, torch.offload.Stream):
+        says(TypeError, sentence, lambda attempt=attempt: attempt(device))
 
 
 @pytest.mark.parametrize("index", [99, 7])
@@ -444,7 +465,7 @@ def test_ring_bytes():
     torch.offload.set_ring_bytes(1 << 20)
     assert torch.offload.get_ring_bytes() == (0 if HOST else 1 << 20)
     torch.offload.set_ring_bytes(before)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="0 or more"):
         torch.offload.set_ring_bytes(-1)
 
 

@@ -108,3 +108,28 @@ dist.destroy_process_group()
         "was made, and each process would train by itself; leave them on the CPU or on CUDA. None"
     )
     assert told.splitlines() == [refused, refused, "True"] * 2 + ["[4.0, 4.0]"]
+
+
+def test_a_program_without_offload_has_no_parameters_looked_at():
+    told = passes(
+        f"""{PRELUDE}
+class Parameters(list):
+    def __iter__(self):
+        for parameter in super().__iter__():
+            looks.append(parameter)
+            yield parameter
+
+start("gloo")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+net._module_parameters = Parameters(net._module_parameters)
+for step in range(3):
+    if step == 2:
+        torch.ones(1, device="offload")
+    looks = []
+    net(torch.ones(4, 3)).sum().backward()
+    if step:  # in the first one PyTorch looks itself
+        print(len(looks), net.module.bias.grad.tolist())
+dist.destroy_process_group()
+"""
+    )
+    assert told.splitlines() == ["0 [8.0, 8.0]", "2 [12.0, 12.0]"]

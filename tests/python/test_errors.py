@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from helpers import COMPUTE, CPU, GPU, OFFLOAD, assert_same, python, says
 from torch import nn
 
+import torch_offload
+
 
 @pytest.fixture(autouse=True)
 def _usable_afterwards():
@@ -361,3 +363,39 @@ def test_a_slice_of_a_storage():
     with pytest.raises(RuntimeError, match="begins within the memory of another one; make a tensor over all"):
         torch.empty(0, device=OFFLOAD).set_(t.untyped_storage()[8:16]).tolist()
     assert_same(t, torch.arange(8.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"pin_memory": 1}, "pin_memory is 1; give True or False."),
+        ({"pin_memory": None}, "pin_memory is None; give True or False."),
+        ({"use_streams": "no"}, "use_streams is 'no'; give True or False."),
+        ({"filter": 3}, "filter is 3; give a function of a tensor, or None."),
+        ({"filter": "weight"}, "filter is 'weight'; give a function of a tensor, or None."),
+    ],
+)
+def test_options_of_saved_tensors_that_are_not_of_their_kind(options, sentence):
+    says(TypeError, f"offload: {sentence}", lambda: torch_offload.saved_tensors(**options))
+    says(TypeError, f"offload: {sentence}", lambda: torch_offload.offload_activations(nn.Linear(2, 2), **options))
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "sentence"),
+    [
+        ([nn.Linear(2, 2)], {}, "module is of type list; give a torch.nn.Module."),
+        (nn.Linear(2, 2), {"region": 3}, "region is of type int; give a saved_tensors(), or None for a new one."),
+        (
+            nn.Linear(2, 2),
+            {"include": 3},
+            "include has 3; give names of modules as strings, with wildcards or without.",
+        ),
+        (
+            nn.Linear(2, 2),
+            {"exclude": ["", 3]},
+            "exclude has 3; give names of modules as strings, with wildcards or without.",
+        ),
+    ],
+)
+def test_arguments_of_offload_activations_that_are_not_of_their_kind(module, options, sentence):
+    says(TypeError, f"offload: {sentence}", lambda: torch_offload.offload_activations(module, **options))

@@ -469,6 +469,24 @@ def test_a_step_that_takes_something_else():
     torch.testing.assert_close(leaf.detach().cpu(), net.weight.detach())
 
 
+def test_a_step_whose_signature_is_not_known():
+    class Compiled(torch.optim.SGD):
+        step = vars  # a function of C that tells no signature
+
+    optimizer = Compiled([nn.Parameter(data(3, device=OFFLOAD))], lr=0.1)
+    assert optimizer.step() is vars(optimizer)
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            return _C.HostScope.active(), closure()
+
+        step.__signature__ = 3  # which is none
+
+    optimizer = Odd([nn.Parameter(data(3, device=OFFLOAD))], lr=0.1)
+    assert optimizer.step(closure=_C.HostScope.active) == (True, False)
+    assert not _C.HostScope.active()
+
+
 def test_a_closure_that_fails_leaves_nothing_behind():
     weight = nn.Parameter(data(3, device=OFFLOAD))
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -108,7 +108,10 @@ def test_fork_after_use_on_the_host():
 
 
 def children_that_hang(program: str, work: str, make: str, child: str, forks: int) -> int:
-    """How many children do not end that are forked while two threads do ``work``; each is forked behind ``make``, and does ``child``."""
+    """How many children do not end that are forked while two threads do ``work``.
+
+    Each is forked behind ``make``, and does ``child``; at the first that does not end there is an end.
+    """
     loop = f"""
 import os, threading, time, torch, torch_offload
 torch.set_num_threads(1)
@@ -162,7 +165,7 @@ def test_fork_while_other_threads_make_tensors():
 def test_a_child_lets_go_of_what_it_has_not_made(held):
     """As a worker does that was forked in the middle of a step; the locks of the cache may be nobody's there."""
     program = f"""
-        device = torch.device("{COMPUTE}:0")
+        device = torch.device("{COMPUTE.type}:0")
         weights = [torch.ones(8, device="offload", requires_grad=True) for _ in range(300)]
         x = torch.ones(8, device=device)
     """

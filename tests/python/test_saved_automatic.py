@@ -1,7 +1,9 @@
 """``saved_tensors(share=...)``: a part of what is saved travels, as much as the link hides if nobody says how much."""
 
 import os
+from fractions import Fraction
 
+import numpy
 import pytest
 import torch
 from helpers import CACHED, COMPUTE, GPU, OFFLOAD, assert_same, data, layers, says
@@ -317,11 +319,32 @@ def test_modules_enter_a_region_that_is_given():
     says(ValueError, sentence, lambda: offload_activations(net, region=region, min_bytes=3))
 
 
-@pytest.mark.parametrize("share", ["some", -0.1, 1.5, float("nan"), [], 1j])
-def test_a_share_that_is_none(share):
+@pytest.mark.parametrize(
+    ("share", "error"),
+    [
+        *((value, ValueError) for value in ("some", -0.1, 1.5, 2, float("nan"))),
+        *((value, TypeError) for value in ([], 1j, True, False, b"auto", numpy.ones(2))),
+    ],
+)
+def test_a_share_that_is_none(share, error):
     sentence = f'offload: share is {share!r}; give a number from 0 to 1, or "auto".'
-    says(ValueError, sentence, lambda: saved_tensors(share=share))
+    says(error, sentence, lambda: saved_tensors(share=share))
     assert everything().plan is None
+
+
+@cached
+@pytest.mark.parametrize("share", [1, numpy.float32(1), numpy.int64(1), Fraction(1)])
+def test_a_share_of_any_kind_of_number(share):
+    def sent(**options):
+        x, before = data(32, 64).requires_grad_(), sent_home()
+        with everything(**options):
+            y = x.exp().sin().exp().sum()
+        gone = sent_home() - before
+        y.backward()
+        return gone
+
+    assert sent(share=share) == sent() > 0
+    assert sent(share=type(share)(0)) == 0
 
 
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")

@@ -340,6 +340,41 @@ def test_as_a_decorator():
     assert_same(grads(net), expected)
 
 
+@cached
+def test_a_decorated_generator_saves_in_the_region_while_it_runs():
+    big = 32 * 64 * 4
+
+    def gone(run):
+        before = sent_home()
+        y = run()
+        sent = sent_home() - before
+        y.sum().backward()
+        return sent
+
+    def steps(x):
+        for _ in range(4):
+            x = x.exp().sin()
+            yield x
+
+    def inside(decorated):
+        *_, last = decorated(data(32, 64).requires_grad_())
+        return last
+
+    def between(decorated):
+        """What is computed while it is suspended, on a value that it has nothing of."""
+        x = data(32, 64).requires_grad_()
+        running = decorated(data(1, 1))
+        for _ in running:
+            x = x.exp().sin()
+        return x
+
+    region = everything()
+    assert gone(lambda: inside(region(steps))) >= 3 * big
+    assert gone(lambda: between(region(steps))) == 0
+    with everything():
+        assert gone(lambda: inside(keep_saved_tensors()(steps))) == 0
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()

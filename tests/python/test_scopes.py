@@ -1,12 +1,15 @@
-"""What an exception or an interrupt leaves behind: no scope of a step, however long somebody keeps the traceback."""
+"""What an exception or an interrupt leaves behind: no scope of a step, however long somebody keeps the traceback. And what
+scopes do as decorators."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from helpers import CACHED, OFFLOAD, at, passes
+from helpers import CACHED, OFFLOAD, at, passes, says
 
 import torch_offload
+from torch_offload import _C
 
 
 def computes_on_host() -> bool:
@@ -69,6 +72,95 @@ def test_the_scope_as_a_decorator_and_nested():
     with pytest.raises(KeyError), scope:
         raise KeyError
     assert not computes_on_host()
+
+
+@torch_offload.on_host
+def hosted_without_parentheses():
+    """What is said of it."""
+    return _C.HostScope.active()
+
+
+def test_the_scope_as_a_decorator_without_parentheses():
+    assert hosted_without_parentheses()
+    assert hosted_without_parentheses.__doc__ == "What is said of it."
+    assert not _C.HostScope.active()
+    assert isinstance(torch_offload.on_host(), torch_offload.on_host)
+
+
+@torch_offload.on_host()
+def numbered(count):
+    """Whether the scope is active, at each step; it is sent what to add, and returns the sum."""
+    total = 0
+    try:
+        for _ in range(count):
+            total += (yield _C.HostScope.active()) or 0
+    except KeyError:
+        yield _C.HostScope.active()
+    finally:
+        closed.append(_C.HostScope.active())
+    return total
+
+
+closed = []
+
+
+def test_a_generator_is_in_the_scope_while_it_runs():
+    closed.clear()
+    running = numbered(3)
+    assert not _C.HostScope.active()
+    assert next(running)
+    assert not _C.HostScope.active()
+    assert running.send(2)
+    assert running.send(3)
+    with pytest.raises(StopIteration) as returned:
+        running.send(4)
+    assert returned.value.value == 9
+    assert closed == [True]
+    assert not _C.HostScope.active()
+
+
+def test_a_generator_that_is_thrown_at_or_closed_is_in_the_scope():
+    closed.clear()
+    running = numbered(3)
+    assert next(running)
+    assert running.throw(KeyError("no"))
+    assert not _C.HostScope.active()
+    running.close()
+    assert closed == [True]
+    running = numbered(3)
+    assert next(running)
+    with pytest.raises(ZeroDivisionError):
+        running.throw(ZeroDivisionError)
+    assert closed == [True, True]
+    assert not _C.HostScope.active()
+
+
+async def coroutine():
+    return 1
+
+
+async def asynchronous_generator():
+    yield 1
+
+
+SCOPES = {
+    "on_host": torch_offload.on_host,
+    "saved_tensors": torch_offload.saved_tensors,
+    "keep_saved_tensors": torch_offload.keep_saved_tensors,
+    "device": lambda: torch.offload.device(0),
+}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("function", [coroutine, asynchronous_generator, functools.partial(coroutine)])
+def test_async_functions_are_refused(scope, function):
+    name = getattr(function, "__qualname__", function)
+    sentence = (
+        f"offload: {scope} can't decorate {name}, which is async: other tasks would run in the scope while it waits; write "
+        "`with` inside of it, around what awaits nothing."
+    )
+    says(TypeError, sentence, lambda: SCOPES[scope]()(function))
+    assert not _C.HostScope.active()
 
 
 def test_optimizers_made_before_the_import_step_on_the_host():

@@ -1,12 +1,14 @@
 """A setting that does nothing, or hurts, says so, in one sentence."""
 
+import math
 import re
 import warnings
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
-from helpers import GPU, HOST, OFFLOAD, passes, python
+from helpers import GPU, HOST, OFFLOAD, passes, python, says
 
 import torch_offload
 
@@ -159,12 +161,60 @@ def test_a_ring_that_nobody_chose_is_no_reason_for_a_word():
     assert told("import torch, torch_offload; torch.ones(4, 4, device='offload') @ torch.ones(4, 4)") == []
 
 
-@pytest.mark.parametrize("value", [-1, 1 << 70, 2.5, "1GB", None])
-def test_what_is_no_ring(value):
+NO_BYTES = [
+    (-1, ValueError, "give bytes, 0 or more."),
+    (1 << 63, ValueError, "give bytes, fewer than 2**63."),
+    (1 << 70, ValueError, "give bytes, fewer than 2**63."),
+    (2.5, TypeError, "give a number of bytes, as an int."),
+    (1e9, TypeError, "give a number of bytes, as an int."),
+    (True, TypeError, "give a number of bytes, as an int."),
+    (b"1", TypeError, "give a number of bytes, as an int."),
+]
+
+
+@pytest.mark.parametrize(("value", "error", "advice"), NO_BYTES)
+def test_what_is_no_number_of_bytes(value, error, advice):
     before = torch_offload.get_ring_bytes()
-    with pytest.raises((TypeError, ValueError), match=r"bytes|incompatible"):
-        torch_offload.set_ring_bytes(value)
+    says(error, f"offload: the ring is {value!r}; {advice}", lambda: torch_offload.set_ring_bytes(value))
+    for name in ("min_bytes", "keep_bytes", "max_gpu_bytes", "max_host_bytes", "in_flight_bytes"):
+        sentence = f"offload: {name} is {value!r}; {advice}"
+        says(error, sentence, lambda name=name: torch_offload.saved_tensors(**{name: value}))
+    advice = advice.replace("bytes, as an int", 'bytes, a share like "40%", or "auto"')
+    says(error, f"offload: the budget is {value!r}; {advice}", lambda: torch_offload.set_budget(value))
     assert torch_offload.get_ring_bytes() == before
+
+
+@pytest.mark.parametrize("value", ["1GB", "1", None])
+def test_what_is_no_number_where_a_budget_may_be_something_else(value):
+    sentence = f"is {value!r}; give a number of bytes, as an int."
+    says(TypeError, f"offload: the ring {sentence}", lambda: torch_offload.set_ring_bytes(value))
+    for name in ("min_bytes", "keep_bytes"):
+        says(TypeError, f"offload: {name} {sentence}", lambda name=name: torch_offload.saved_tensors(**{name: value}))
+
+
+@pytest.mark.filterwarnings("ignore:offload. a (ring|budget) of 4096 bytes does nothing here")
+@pytest.mark.parametrize("integer", [numpy.int64, numpy.uint16, torch.tensor], ids=lambda integer: integer.__name__)
+def test_what_is_a_number_of_bytes(integer):
+    ring, count = torch_offload.get_ring_bytes(), integer(4096)
+    torch_offload.set_ring_bytes(count)
+    torch_offload.set_budget(count)
+    found = (torch_offload.get_ring_bytes(), torch_offload.get_budget())
+    assert found == ((0, 0) if HOST else (4096, 4096))
+    options = ("min_bytes", "keep_bytes", "max_gpu_bytes", "max_host_bytes", "in_flight_bytes")
+    with torch_offload.saved_tensors(**dict.fromkeys(options, count)):
+        assert torch.ones(3, requires_grad=True).exp().sum().item() == pytest.approx(3 * math.e)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_offload.set_ring_bytes(ring)
+        torch_offload.set_budget("auto")
+
+
+@pytest.mark.parametrize("setting", [torch_offload.set_gpu_steps, torch_offload.set_autocast_copies])
+@pytest.mark.parametrize("value", [1, 0, "True", None])
+def test_what_is_neither_true_nor_false(setting, value):
+    with pytest.raises(TypeError, match=f"give True or False, not {value!r}"):
+        setting(value)
+    assert (torch_offload.get_gpu_steps(), torch_offload.get_autocast_copies()) == (False, False)
 
 
 @pytest.mark.parametrize(("name", "value"), [("EVICT", "yes"), ("VALIDATE", "1.5"), ("FAULT", "-1"), ("SEED", " ")])

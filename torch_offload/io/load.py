@@ -28,6 +28,7 @@ _PATTERNS = (
     "*.bin",
     "*.pt",
     "*.pth",
+    "*.ckpt",
 )
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
