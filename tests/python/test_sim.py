@@ -21,6 +21,7 @@ AUTOGRAD = [
     "test_hooks.py",
     "test_saved_tensors.py",
     "test_saved_activations.py",
+    "test_saved_modules.py",
     "test_saved_regions.py",
     "test_saved_slices.py",
     "test_saved_programs.py",
@@ -42,6 +43,7 @@ EVERYTHING = [
     "test_views_storage.py",
     "test_factories.py",
     "test_optim.py",
+    "test_optim_closures.py",
     "test_modules.py",
     "test_recurrent.py",
     "test_serialization.py",
@@ -50,6 +52,7 @@ EVERYTHING = [
     "test_autocast_copies.py",
     "test_inference.py",
     "test_functorch.py",
+    "test_device_index.py",
     "test_device_module.py",
     "test_random_programs.py",
     "test_scopes.py",
@@ -136,7 +139,13 @@ ORDER = [
     "test_sparse_writes.py",
 ]
 
-TWO_DEVICES = ["test_two_devices.py", "test_two_devices_files.py", "test_random_programs.py", "test_saved_automatic.py"]
+TWO_DEVICES = [
+    "test_two_devices.py",
+    "test_two_devices_current.py",
+    "test_two_devices_files.py",
+    "test_random_programs.py",
+    "test_saved_automatic.py",
+]
 
 RUNS = {
     "budgets and orders": (CACHE, {"TORCH_OFFLOAD_SEED": "9", "TORCH_OFFLOAD_POISON": "1", **VALIDATE}),
