@@ -122,6 +122,7 @@ OUTSIDE = [
     "test_trace.py",
     *[f"test_sharing.py::test_spawned[{scenario}]" for scenario in SHARING],
     "test_sharing.py::test_fork_beside_a_device",
+    "test_fork.py",
 ]
 # What needs a cache, and orders and budgets under which most of it happens.
 CACHE = ["test_budget.py", "test_changing_order.py", "test_long_runs.py", "test_settings.py"]
