@@ -177,6 +177,70 @@ TEST_F(ForecastTest, NeighboursThatChangePlacesOnTheWayForwardAreNotThoseOfTheWa
   EXPECT_EQ(next(4), "FFED");
 }
 
+TEST_F(ForecastTest, ABackwardIsTheWayBackOfItsForward) {
+  fetch("ABCDEF");
+  fetch("F");
+  EXPECT_EQ(next(1), "F") << "it turned there, or F comes again and again";
+  fetch("E");
+  EXPECT_EQ(next(5), "DCBA.");
+  EXPECT_EQ(forecast.run(), 1U);
+  fetch("DC");
+  EXPECT_TRUE(forecast.foretold());
+  EXPECT_TRUE(forecast.stands());
+  EXPECT_EQ(next(3), "BA.");
+  EXPECT_EQ(forecast.run(), 3U);
+}
+
+TEST_F(ForecastTest, AChangedForwardHasItsOwnWayBack) {
+  const std::string order = "ABCDEFGHIJ";
+  const std::string back(order.rbegin(), order.rend());
+  fetch(order + back + order + back);
+  fetch("ABCXEFGHIJ");
+  EXPECT_EQ(next(7), "JIHGFED") << "as last time";
+  fetch("JIHGFE");
+  EXPECT_TRUE(forecast.foretold());
+  fetch("X");
+  EXPECT_FALSE(forecast.foretold());
+  EXPECT_EQ(next(4), "CBA.");
+  EXPECT_GE(forecast.run(), 6U);
+  fetch("CBA");
+  EXPECT_TRUE(forecast.foretold());
+  EXPECT_EQ(next(5), "ABCXE") << "the way back is over: what comes is what came before";
+  EXPECT_EQ(forecast.run(), 2U) << "as that backward had CBA, too";
+}
+
+TEST_F(ForecastTest, WhatABackwardPassesOverIsNotExpectedThereAgain) {
+  fetch("1A2B3C4D5E");
+  fetch("ED");
+  EXPECT_EQ(next(4), "4C3B");
+  fetch("C");
+  EXPECT_FALSE(forecast.foretold());
+  EXPECT_EQ(lateNow(), "4");
+  EXPECT_EQ(next(4), "3B2A");
+  fetch("BA");
+  fetch("5E4D3C2B1A"); // another forward
+  fetch("AB");
+  EXPECT_EQ(next(4), "CDE.") << "now it is known";
+  fetch("4");
+  EXPECT_FALSE(forecast.foretold());
+}
+
+TEST_F(ForecastTest, AFewLayersInOppositeOrderAreNoWayBack) {
+  fetch("ABCDEFGHIJABCDEFGHIJAB");
+  fetch("IHG");
+  EXPECT_EQ(next(2), "HI");
+  fetch("F");
+  EXPECT_EQ(next(2), "ED") << "these are as many as it takes";
+}
+
+TEST_F(ForecastTest, WhatIsForgottenIsNoPartOfTheWayBack) {
+  fetch("ABCDEFFE");
+  forget('C');
+  EXPECT_EQ(next(3), "D.B");
+  fetch("DB");
+  EXPECT_EQ(next(2), "A.");
+}
+
 TEST_F(ForecastTest, ALongDetourIsAnotherOrder) {
   const std::string order = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
   fetch(order + order + "ABC");
