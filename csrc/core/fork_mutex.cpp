@@ -48,6 +48,9 @@ class Registry {
   std::array<std::set<ForkMutex*>, kRanks> byRank_; // of one rank always in the same order
 };
 
+// As soon as this is loaded: a child that is forked while another thread makes it would wait for ever for it to be made.
+[[maybe_unused]] const Registry& atOnce = Registry::get();
+
 } // namespace
 
 ForkMutex::ForkMutex(ForkRank rank) : rank_(rank) {

@@ -3,9 +3,12 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
+#include <csignal>
 #include <functional>
 #include <thread>
 
+#include "core/fork_mutex.h"
 #include "core/host_accounts.h"
 #include "core_rig.h"
 #include "test_file.h"
@@ -15,6 +18,17 @@ namespace {
 
 using namespace core_test;
 using namespace std::chrono_literals;
+
+/// The status of a child; that of a killed one where it has not ended by then.
+int endsIn(pid_t child, std::chrono::seconds limit) {
+  int status = 0;
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (waitpid(child, &status, WNOHANG) == 0) {
+    if (std::chrono::steady_clock::now() > end) kill(child, SIGKILL);
+    std::this_thread::sleep_for(100us);
+  }
+  return status;
+}
 
 /// Forks again and again while two threads do `work`; each child does it once, and ends.
 void forkBeside(const std::function<void()>& work, int forks = 200) {
@@ -27,25 +41,15 @@ void forkBeside(const std::function<void()>& work, int forks = 200) {
       }
     });
   }
-  bool hangs = false;
-  for (int k = 0; k < forks && !hangs; ++k) {
+  int status = 0;
+  for (int k = 0; k < forks && status == 0; ++k) {
     const pid_t child = fork();
     if (child == 0) {
       work();
       _exit(0);
     }
-    int status = 0;
-    const auto end = std::chrono::steady_clock::now() + 10s;
-    while (waitpid(child, &status, WNOHANG) == 0) {
-      if (std::chrono::steady_clock::now() > end) {
-        hangs = true;
-        kill(child, SIGKILL);
-        waitpid(child, &status, 0);
-        break;
-      }
-      std::this_thread::sleep_for(100us);
-    }
-    EXPECT_EQ(status, 0) << "child " << k << (hangs ? " waits for ever" : "");
+    status = endsIn(child, 10s);
+    EXPECT_EQ(status, 0) << "child " << k << (status == SIGKILL ? " waits for ever" : "");
   }
   stop = true;
   for (auto& thread : threads) {
@@ -80,6 +84,29 @@ TEST(Fork, AChildWritesToWhatIsAFiles) {
     bytes.prepare(Access::Write);
     bytes.data()[1] = std::byte{1};
   });
+}
+
+// In a process of its own, as ctest runs it: each of its children is one that has used nothing yet.
+TEST(Fork, AChildOfOneThatIsMakingItsFirstMutex) {
+  constexpr int kMoments = 50;
+  for (int k = 0; k < 8 * kMoments; ++k) {
+    const pid_t fresh = fork();
+    if (fresh == 0) {
+      std::thread([] { const ForkMutex mutex(ForkRank::Other); }).detach();
+      const auto moment = std::chrono::steady_clock::now() + k % kMoments * 2us;
+      while (std::chrono::steady_clock::now() < moment) {
+      }
+      const pid_t child = fork();
+      if (child == 0) {
+        const ForkMutex mutex(ForkRank::Other);
+        _exit(0);
+      }
+      _exit(endsIn(child, 10s) == 0 ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(fresh, &status, 0);
+    ASSERT_EQ(status, 0) << "child " << k << " waits for ever";
+  }
 }
 
 } // namespace
