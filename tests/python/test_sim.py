@@ -231,8 +231,6 @@ EACH_TORCH = {
     "what is replaced",
     "compiled",
     "files and processes",
-    "budgets and orders",
-    "evict at once",
     "two devices",
 }
 
