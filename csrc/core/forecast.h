@@ -15,11 +15,6 @@
 // What the way to a place a few fetches on has passed over is *late*, for as many fetches again: neighbours may have changed places. A
 // fetch of it is as good as one that was foretold, and leaves the place where it is.
 //
-// A backward asks for what its forward had, the last first, and where that forward was not the usual one, the backward of the step before
-// tells little. So a fetch that was not foretold, and is not near what was, may also find the *way back*: the latest fetches are those
-// from a place on in opposite order, at least four of them or all since they turned. It is followed as another place is, only downwards,
-// as far as nothing has been fetched again since. What it has passed over, as a bias that no backward reads, is not expected there again.
-//
 // What is written between two fetches, as by an optimizer, must not be copied before that has happened, neither for the next fetch nor
 // for one after it: a fetch that found so many writes since the one before it is expected to find as many again.
 #pragma once
@@ -27,7 +22,6 @@
 #include "core/extent.h"
 
 #include <cstdint>
-#include <deque>
 #include <unordered_map>
 #include <vector>
 
@@ -77,25 +71,12 @@ class Forecast {
     Extent extent;
     std::uint64_t last = kNowhere; // its latest occurrence
     std::uint64_t version = 0; // of the Block then
-    bool oneWay = false; // the way back passes it over
   };
   struct Occurrence {
     Entry* entry; // null once the Block is gone
     std::uint64_t before; // the occurrence of the same entry before this one
     std::uint64_t writes; // to the Block, between the two
     std::uint64_t since; // the first occurrence from which on there were none up to this one
-  };
-
-  struct Place {
-    std::uint64_t index = kNowhere;
-    bool back = false; // what comes next is before it
-    std::uint64_t next() const noexcept {
-      return back ? index - 1 : index + 1;
-    }
-  };
-  struct Past {
-    std::uint64_t place = kNowhere;
-    std::uint64_t common = 0; // fetches up to there, or from there on, that are those up to now
   };
 
   Entry& entryOf(Block& block, Extent extent);
@@ -105,27 +86,18 @@ class Forecast {
   const Occurrence& at(std::uint64_t index) const {
     return history_[index - base_];
   }
-  std::uint64_t expectedPlace(std::uint64_t distance) const;
-  void advance(std::uint64_t index);
   void resume(std::uint64_t index);
-  void goTo(Place place, std::uint64_t index);
-  bool comesLate(Entry& entry);
-  std::vector<std::uint64_t> earlier(std::uint64_t index) const;
-  std::uint64_t commonPast(std::uint64_t place, std::uint64_t index) const;
-  Past wayBack(std::uint64_t index, std::vector<std::uint64_t>* passed = nullptr) const;
-  Past longestPast(std::uint64_t index) const;
-  void lookBack();
-  void leaveWayBack(std::uint64_t index);
-  static bool isNear(std::uint64_t place, Place to) noexcept;
+  void goTo(std::uint64_t place, std::uint64_t index);
+  bool comesLate(const Entry& entry);
+  static bool isNear(std::uint64_t place, std::uint64_t to) noexcept;
   void dropOldHalf();
 
   std::unordered_map<const Block*, std::unordered_map<Extent, Entry, ExtentHash>> entries_;
   std::vector<Occurrence> history_;
   std::uint64_t base_ = 0; // number of the first occurrence that is still kept
-  Place followed_;
-  std::deque<std::uint64_t> wayBack_; // the next places, where one is followed that leads back; never empty then
+  std::uint64_t followed_ = kNowhere;
   std::uint64_t run_ = 0;
-  Place left_; // the place that was followed before the last detour
+  std::uint64_t left_ = kNowhere; // the place that was followed before the last detour
   std::uint64_t leftAt_ = 0;
   std::uint64_t leftRun_ = 0; // as much of it as is left
   bool foretold_ = false;

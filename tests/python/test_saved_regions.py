@@ -65,7 +65,7 @@ def test_offload_weights_in_between_do_not_end_what_is_fetched_ahead(weights):
     factors = [[at(OFFLOAD, 32, 64, seed=i * weights + k) for k in range(weights)] for i in range(12)]
     ring = torch_offload.get_ring_bytes()
     try:
-        torch_offload.set_ring_bytes(3 * big)
+        torch_offload.set_ring_bytes(2 * big)
         torch_offload.set_budget(0)
         before = sent_home()
         with everything():
@@ -77,12 +77,9 @@ def test_offload_weights_in_between_do_not_end_what_is_fetched_ahead(weights):
             y = y.sum()
         sent = sent_home() - before
         torch_offload.empty_cache()
-        fetched, wasted = stats("link.bytes_to_device"), stats("cache.prefetches_wasted")
+        fetched = stats("link.bytes_to_device")
         y.backward()
-        wasted = stats("cache.prefetches_wasted") - wasted
-        # Weights that were expected and gave way; were it what is fetched ahead, it would be each of ten.
-        assert wasted <= 3
-        assert stats("link.bytes_to_device") - fetched <= sent + (12 * weights + wasted) * big
+        assert stats("link.bytes_to_device") - fetched <= sent + 12 * weights * big
     finally:
         torch_offload.set_ring_bytes(ring)
         torch_offload.set_budget(os.environ.get("TORCH_OFFLOAD_BUDGET") or "auto")

@@ -231,6 +231,8 @@ EACH_TORCH = {
     "what is replaced",
     "compiled",
     "files and processes",
+    "budgets and orders",
+    "evict at once",
     "two devices",
 }
 
