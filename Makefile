@@ -60,8 +60,7 @@ core-test: ## Build and test core alone: no torch, no Python
 sanitize: ## Run core's tests under the address, undefined-behaviour and thread sanitizers
 	@tools/bootstrap system
 	SANITIZE=address,undefined tools/core_test
-	@# Whether a wait is short enough is no question where everything is ten times slower.
-	SANITIZE=thread tools/core_test -E IsGivenBackThoughAnotherThreadIsBusyHere
+	SANITIZE=thread tools/core_test
 
 SEEDS ?= 1000000
 fuzz: ## Run core's random programs, SEEDS of each kind
