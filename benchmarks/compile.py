@@ -175,7 +175,7 @@ def main() -> None:
     options = parser.parse_args()
     device = compute_device(options.tiny)
     torch_offload.set_budget(0)
-    inductor_config.force_disable_caches = True
+    inductor_config.force_disable_caches = not options.tiny  # which measures nothing
     inductor_config.deterministic = (
         True  # what is chosen by measuring would differ between two compilations, and bits with it
     )
