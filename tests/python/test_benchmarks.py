@@ -63,11 +63,13 @@ def figures(name: str, folder: Path, *options: str, **settings: str) -> dict[str
     return record
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("name", NAMES)
 def test_a_small_version_runs(name: str, tmp_path: Path) -> None:
     assert all(run.get("equal", True) for run in figures(name, tmp_path).get("runs", []))
 
 
+@pytest.mark.extra
 @pytest.mark.skipif(GPU, reason="runs from a process without a GPU")
 @pytest.mark.parametrize("name", ["batches", "forward", "memory", "residency", "training"])
 def test_a_small_version_runs_where_there_is_a_cache(name: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from helpers import GPU, SIM, passes, python
 
 HERE = Path(__file__).parent
 LINK = {"TORCH_OFFLOAD_LINK": "auto" if GPU else "sim", "TORCH_OFFLOAD_FAULT": "0"}
-pytestmark = pytest.mark.skipif(SIM, reason="a run within a run")
+pytestmark = [pytest.mark.skipif(SIM, reason="a run within a run"), pytest.mark.once]
 
 RUNS = {
     "a budget": (["train", "retained", "results", "save", "load", "step", "forward", "accumulate", "move"], {}),

@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import GPU, SIM
-from sim_runs import EACH_TORCH, EXTRA, GPU_RUNS, RUNS
+from sim_runs import EACH_TORCH, EXTRA, GPU_RUNS, LATER, RUNS
 
 HERE = Path(__file__).parent
+OLDEST = "2.11."  # that is supported
 pytestmark = pytest.mark.skipif(SIM, reason="a run within a run")
 
 
@@ -31,8 +33,10 @@ def run_suite(files: list[str], settings: dict[str, str]) -> None:
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    once = [] if name in EACH_TORCH else [pytest.mark.once]
-    return [*once, pytest.mark.extra] if name in EXTRA else once
+    oldest = torch.__version__.startswith(OLDEST)
+    extra = name in EXTRA or (name in LATER and not oldest)
+    once = name not in EACH_TORCH | LATER
+    return [mark for mark, given in ((pytest.mark.extra, extra), (pytest.mark.once, once)) if given]
 
 
 @pytest.mark.skipif(GPU, reason="runs from a process without a GPU")
