@@ -213,8 +213,9 @@ RUNS = {
 # With the newest torch, too: first what depends most on torch, and what else does where there is time.
 EACH_TORCH = {"everything", "what is replaced", "compiled steps", "compiled models"}
 LATER = {"compiled", "compiled features", "files and processes", "evict at once", "two devices"}
-# Other seeds, and other settings, for what the others run.
+# Other seeds, and other settings, for what the others run; and what takes long.
 EXTRA = {
+    "compiled features",
     "a third order",
     "a fourth order",
     "a seed from outside",
