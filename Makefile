@@ -33,11 +33,10 @@ py-test: build ## Run the Python tests, with PYTEST_ARGS
 
 no_cuda := build/no-cuda-$(TORCH)
 # By the virtual environment's cmake, and each source by itself: whether one includes all that it names, no other build would notice.
-# Debug, as core checks its invariants then, and -O0, as few tests run.
 no-cuda: export PATH := $(abspath $(venv))/bin:$(PATH)
 no-cuda: bootstrap ## Build the package without CUDA, and run a few tests with it
 	cmake -S . -B $(no_cuda) -G Ninja --log-level=WARNING -DOFFLOAD_TORCH=ON -DOFFLOAD_CUDA=OFF -DOFFLOAD_UNITY=OFF \
-	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 -DOFFLOAD_WERROR=$(OFFLOAD_WERROR) -DPython_EXECUTABLE=$(abspath $(venv))/bin/python
+	  -DOFFLOAD_WERROR=$(OFFLOAD_WERROR) -DPython_EXECUTABLE=$(abspath $(venv))/bin/python
 	cmake --build $(no_cuda) --target _C --parallel $(or $(MAX_JOBS),$(shell nproc))
 	cp -r torch_offload/*.py torch_offload/*/ $(no_cuda)/torch_offload
 	CUDA_VISIBLE_DEVICES= TORCH_OFFLOAD_LINK=sim PYTHONPATH=$(abspath $(no_cuda)) $(venv)/bin/pytest tests/python/test_linear.py
